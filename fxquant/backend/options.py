@@ -12,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from fxquant.checks import OneOf, article, checked, did_you_mean
-from fxquant.compat.private import inductor_mode_options, inductor_options, is_inductor_option
+from fxquant.compat.private import inductor_mode_options, inductor_options
 from fxquant.errors import ArgumentError, OptionError
 from fxquant.kernels.linear.choice import GEMM
 from fxquant.passes.settings import SAVE, Settings
@@ -58,8 +58,7 @@ class Options:
             raise OptionError(f"options are {A_DICT}, not {article(type(options).__name__)}")
         unknown = [key for key in options if key not in OPTIONS]
         if unknown:
-            elsewhere = _elsewhere(unknown[0])
-            hint = f"{elsewhere};" if elsewhere else did_you_mean(unknown[0], OPTIONS) or ";"
+            hint = _hint(unknown[0], OPTIONS, end=";")
             raise OptionError(f"unknown options {unknown}{hint} known options: {', '.join(OPTIONS)}")
         if "recipe" not in options:
             raise OptionError(
@@ -75,7 +74,7 @@ class Options:
     def for_inductor(self, mode: str | None) -> dict[str, Any]:
         """The settings of Inductor, with those of a mode of torch.compile."""
         settings = {**inductor_mode_options(mode), **(self.inductor or {})}
-        if unknown := [name for name in settings if not is_inductor_option(name)]:
+        if unknown := [name for name in settings if name not in inductor_options()]:
             hint = f": options={{{unknown[0]!r}: ...}}" if unknown[0] in OPTIONS else _argument(unknown[0])
             hint = hint or did_you_mean(unknown[0], inductor_options())
             raise OptionError(f"Inductor has no setting {unknown[0]!r}{hint}")
@@ -95,6 +94,12 @@ def check_keywords(names: Iterable[str], called: str) -> None:
             raise ArgumentError(f"{called} takes options as keywords: write {called}(recipe, **options)")
         if name not in OPTIONS and (hint := _elsewhere(name)):
             raise ArgumentError(f"{called} got an unexpected keyword {name!r}{hint}")
+
+
+def _hint(name: object, choices: Iterable[str], end: str) -> str:
+    """A hint where an unknown name belongs, or which of `choices` it is like; `end` stands behind another."""
+    elsewhere = _elsewhere(name)
+    return f"{elsewhere}{end}" if elsewhere else did_you_mean(name, choices) or end
 
 
 def _elsewhere(name: object) -> str:
@@ -154,8 +159,7 @@ def _check_keywords(keywords: Iterable[str], called: str) -> None:
         if name in OPTIONS:
             raise ArgumentError(f"{name} is an option of the backend: write options={{{name!r}: ...}}")
         if name not in _OF_TORCH:
-            elsewhere = _elsewhere(name)
-            hint = f"{elsewhere}." if elsewhere else did_you_mean(name, [*_OF_TORCH, "recipe", *OPTIONS]) or "."
+            hint = _hint(name, [*_OF_TORCH, "recipe", *OPTIONS], end=".")
             raise ArgumentError(
                 f"{called} got an unexpected keyword {name!r}{hint} Known keywords: recipe, {', '.join(_OF_TORCH)}; "
                 f"known options: {', '.join(OPTIONS)}"

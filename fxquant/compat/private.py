@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -102,14 +102,10 @@ def isolated() -> dict[str, Any]:
     return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
 
-def inductor_options() -> list[str]:
+def inductor_options() -> Collection[str]:
     """Returns the dotted names of Inductor's settings."""
-    return [*vars(inductor_config)["_config"]]  # its copy lacks the names of settings that moved
-
-
-def is_inductor_option(name: str) -> bool:
-    """Returns True if Inductor has a setting of this dotted name."""
-    return name in vars(inductor_config)["_config"]
+    names: dict[str, Any] = vars(inductor_config)["_config"]  # its copy lacks the names of settings that moved
+    return names.keys()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -120,9 +121,14 @@ def upper_bound(size: int | torch.SymInt) -> int:
 @contextmanager
 def unguarded_sizes() -> Iterator[None]:
     """Lets torch ask in this scope how a tensor lies in memory without holding the program to its example's sizes."""
+    _bound_slices()
+    with symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
+
+
+@functools.cache
+def _bound_slices() -> None:
     from fxquant.compat.patch import apply
     from fxquant.compat.slices import SLICES  # not above: importing the package leaves the compiler alone
 
     apply(SLICES)
-    with symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        yield
