@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
 
 class FxQuantError(RuntimeError):
     """Base of every error that fxquant raises on purpose."""
@@ -45,3 +53,26 @@ class UnusedRuleWarning(FxQuantWarning):
 
 class NonFiniteWarning(FxQuantWarning):
     """A value or a gradient is NaN or infinite: with ``FXQUANT_VERIFY=1`` the first one is named."""
+
+
+_NOT_THE_USERS = (
+    *(str(Path(file).parent) for file in (__file__, torch.__file__, logging.__file__)),
+    contextlib.__file__,
+)
+"""The folders and files of frames that warnings pass by: a limit of torch's is told from within its logging."""
+
+
+def tell(message: str, category: type[FxQuantWarning]) -> None:
+    """Warns at the innermost line that is neither torch's nor fxquant's.
+
+    A handler that was put on fxquant's own logger gets the message too, unless it writes where warnings are shown, as
+    torch's does under TORCH_LOGS=fxquant.
+    """
+    depth, frame = 1, sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
+    warnings.warn(message, category, stacklevel=1 if frame is None else depth)
+    log, shown = logging.getLogger("fxquant"), (sys.stderr, sys.__stderr__)
+    for handler in log.handlers if log.isEnabledFor(logging.WARNING) else ():
+        if handler.level <= logging.WARNING and getattr(handler, "stream", handler) not in shown:
+            handler.handle(log.makeRecord(log.name, logging.WARNING, __file__, 0, "%s", (message,), None))

@@ -22,7 +22,7 @@ from fxquant.backend.first_calls import watch_first_calls
 from fxquant.backend.gathered import GatheredWeights
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.kept_facts import Keeper, key_of
-from fxquant.backend.notices import tell, tell_alone, tell_failed, watch
+from fxquant.backend.notices import tell_alone, tell_failed, watch
 from fxquant.backend.options import Options, check_keywords
 from fxquant.backend.outside import Quantizations
 from fxquant.backend.probing import Probed, Totals
@@ -48,7 +48,7 @@ from fxquant.compat.private import (
     with_hooks,
 )
 from fxquant.compat.values import static_fakes
-from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
+from fxquant.errors import ArgumentError, FxQuantWarning, OptionError, tell
 from fxquant.passes.captured import Bound, Captured, quantizes, undecided
 from fxquant.passes.graph.considered import considered
 from fxquant.passes.look import half

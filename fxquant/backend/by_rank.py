@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from fxquant.backend.notices import tell
 from fxquant.compat.inside.ranks import rank, world
-from fxquant.errors import FxQuantWarning
+from fxquant.errors import FxQuantWarning, tell
 
 _OF_RANK = re.compile(r"(.+)@rank(\d+)")
 

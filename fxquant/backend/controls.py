@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from fxquant.backend.blocks import Place, expected, holds, names_in, path_in, place_of
 from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.copies import mark
-from fxquant.backend.notices import tell, tell_prompt, watch
+from fxquant.backend.notices import tell_prompt, watch
 from fxquant.backend.outer import outermost
 from fxquant.checks import checked
 from fxquant.compat.inside.frames import add_guard, compiled_call, frame_being_compiled, is_method_of, unwrapped
-from fxquant.errors import ArgumentError, FxQuantWarning
+from fxquant.errors import ArgumentError, FxQuantWarning, tell
 from fxquant.recipes import HighPrecision, Recipe, resolve
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fxquant.backend.blocks import path_in
-from fxquant.backend.notices import tell
 from fxquant.compat.inside.copied import MARK, Mark, mark_when_copied
 from fxquant.compat.inside.frames import backends_of, call_by, call_in_place, compiled_alike
-from fxquant.errors import UnquantizedWarning
+from fxquant.errors import UnquantizedWarning, tell
 
 if TYPE_CHECKING:
     from fxquant.backend.controls import Controls

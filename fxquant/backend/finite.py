@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.backend.notices import tell
 from fxquant.compat.private import tree_leaves
-from fxquant.errors import NonFiniteWarning
+from fxquant.errors import NonFiniteWarning, tell
 from fxquant.passes.graph.meta import STACK_TRACE
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.plan.layers import layer_name

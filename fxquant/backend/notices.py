@@ -6,53 +6,28 @@ import atexit
 import contextlib
 import functools
 import inspect
-import logging
 import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-import fxquant
 from fxquant.backend.record import Records, outside_text
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import first_line, place_of
 from fxquant.compat.inside.recompiles import is_compiled, suppresses_errors, told_not_to_compile, watch_limits
-from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
+from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning, tell
 from fxquant.recipes import HighPrecision
 
 if TYPE_CHECKING:
     from fxquant.backend.controls import Controls
 
-_NOT_THE_USERS = (
-    *(str(Path(inspect.getfile(module)).parent) for module in (fxquant, torch, logging)),
-    contextlib.__file__,
-)
-"""The folders and files of frames that warnings pass by: a limit of torch's is told from within its logging."""
 _untold: list[Records] = []
 """The graphs of every backend, as long as nothing was said about what they quantize."""
-
-
-def tell(message: str, category: type[FxQuantWarning]) -> None:
-    """Warns at the innermost line that is neither torch's nor fxquant's.
-
-    A handler that was put on fxquant's own logger gets the message too, unless it writes where warnings are shown, as
-    torch's does under TORCH_LOGS=fxquant.
-    """
-    depth, frame = 1, sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
-    warnings.warn(message, category, stacklevel=1 if frame is None else depth)
-    log, shown = logging.getLogger("fxquant"), (sys.stderr, sys.__stderr__)
-    for handler in log.handlers if log.isEnabledFor(logging.WARNING) else ():
-        if handler.level <= logging.WARNING and getattr(handler, "stream", handler) not in shown:
-            handler.handle(log.makeRecord(log.name, logging.WARNING, __file__, 0, "%s", (message,), None))
 
 
 def watch(records: Records, instead_of: Iterable[Records] = ()) -> None:

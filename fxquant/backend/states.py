@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fxquant.backend.notices import tell
 from fxquant.compat.inside.ranks import differs_by_rank
-from fxquant.errors import FxQuantWarning
+from fxquant.errors import FxQuantWarning, tell
 from fxquant.passes.plan.layers import clean_path
 from fxquant.state import DelayedState, RandomState, Slots, State, address, signed
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fxquant.backend.notices import tell
 from fxquant.backend.outside import Quantizations
 from fxquant.compat.inside.memory import Memories, Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
 from fxquant.compat.inside.placements import held_part
 from fxquant.compat.values import storage_key
-from fxquant.errors import FxQuantWarning
+from fxquant.errors import FxQuantWarning, tell
 from fxquant.passes.insert.cache_weights import Taken, Weight
 from fxquant.report.data import MODEL
 

@@ -26,14 +26,21 @@ from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec
 
 from fxquant.backend.inductor import inductor_settings
-from fxquant.backend.notices import tell
 from fxquant.calibration import Calibration, arguments
 from fxquant.checks import checked, did_you_mean
 from fxquant.compat.patches import compile_package
-from fxquant.compat.private import inductor_options, is_inductor_option, replacements, tree_map_only
+from fxquant.compat.private import inductor_options, replacements, tree_map_only
 from fxquant.compat.values import unguarded_sizes
 from fxquant.decisions import Decision
-from fxquant.errors import ArgumentError, FxQuantWarning, OptionError, ProgramError, RecipeError, UnusedRuleWarning
+from fxquant.errors import (
+    ArgumentError,
+    FxQuantWarning,
+    OptionError,
+    ProgramError,
+    RecipeError,
+    UnusedRuleWarning,
+    tell,
+)
 from fxquant.files import check_place, in_its_place
 from fxquant.kernels.onnx import MEANINGS, OPSET
 from fxquant.passes.export.program_state import ProgramState
@@ -149,7 +156,7 @@ def aoti_compile_and_package(
     _check_program(program)
     options = dict(inductor_configs or {})
     for option in options:
-        if not is_inductor_option(option):
+        if option not in inductor_options():
             hint = did_you_mean(option, inductor_options())
             raise OptionError(f"Inductor has no setting {option!r}{hint}")
     if program.example_inputs is None:

@@ -14,9 +14,8 @@ except ImportError:
     from pytorch_lightning import Callback
 
 from fxquant.backend.model import load_state_dict, report, state_dict
-from fxquant.backend.notices import tell
 from fxquant.backend.repeated import compile_blocks
-from fxquant.errors import FxQuantWarning, OptionError
+from fxquant.errors import FxQuantWarning, OptionError, tell
 from fxquant.recipes import Recipe
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from fxquant.backend import notices
 from fxquant.backend.backend import Backend
 from fxquant.backend.model import load_state_dict, report, state_dict
-from fxquant.errors import FxQuantWarning, OptionError
+from fxquant.errors import FxQuantWarning, OptionError, tell
 from fxquant.files import write_whole
 from fxquant.recipes import Recipe
 
@@ -66,7 +65,7 @@ class QuantizationCallback(TrainerCallback, ExportableState):  # type: ignore[mi
             self._restore(args, state.global_step, model)
             return
         if state.global_step:
-            notices.tell(
+            tell(
                 f"the checkpoint of step {state.global_step} was written without QuantizationCallback: the state of "
                 "the quantization begins anew",
                 FxQuantWarning,

@@ -12,11 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxquant.backend.controls import Controls
 from fxquant.backend.model import controls_of
-from fxquant.backend.notices import tell
 from fxquant.backend.probing import Session
 from fxquant.checks import AtLeast, checked, did_you_mean
 from fxquant.compat.inside.frames import unwrapped
-from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
+from fxquant.errors import ArgumentError, FxQuantWarning, OptionError, tell
 from fxquant.passes.plan.layers import clean_path
 from fxquant.probes import Request
 from fxquant.tools.probe_log import ProbeLog

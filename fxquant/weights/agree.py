@@ -6,7 +6,6 @@ columns that go through all shards do.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fxquant.checks import checked
 from fxquant.compat.inside.placements import local_part_of
 from fxquant.compat.values import version
-from fxquant.errors import ArgumentError, FxQuantWarning
+from fxquant.errors import ArgumentError, FxQuantWarning, tell
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import amax as tensor_amax
@@ -41,10 +40,9 @@ def precompute_scales(model: nn.Module) -> None:
     """
     weights = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if not any(map(is_quantized_shard, weights)):
-        warnings.warn(
+        tell(
             f"fxquant.prepare_fsdp has prepared no weight of {type(model).__name__}: precompute_scales has no effect",
             FxQuantWarning,
-            stacklevel=2,
         )
     agree(weights)
 

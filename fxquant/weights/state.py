@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fxquant.checks import checked
 from fxquant.compat.inside.subclass import set_apply
-from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError
+from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError, tell
 from fxquant.formats import OperandSpec
 from fxquant.roles import Direction
 from fxquant.weights.parts import plain_spec
@@ -48,11 +47,10 @@ def payload_state_dict(model: nn.Module) -> dict[str, Tensor]:
     with _payloads():
         state = model.state_dict()
     if not any(name.endswith("weight.format") for name in state):
-        warnings.warn(
+        tell(
             f"no weight of {type(model).__name__} is quantized: fxquant.quantize_parameters makes them so, and without "
             "it payload_state_dict is state_dict",
             FxQuantWarning,
-            stacklevel=2,
         )
     return state
 

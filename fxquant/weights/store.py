@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from fxquant.checks import checked
-from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError
+from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError, tell
 from fxquant.formats import OperandSpec
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.recipes import Recipe, resolve
@@ -131,10 +130,10 @@ def _store(model: nn.Module, recipe: Recipe, within: set[int] | None, masters: b
         )
     if plain:
         why = "; ".join(reason for reason in reasons if reason in (_DELAYED, _ROUNDED_ANEW))
-        warnings.warn(
+        tell(
             f"{len(plain)} weights of {type(model).__name__} are not stored quantized, though {recipe} quantizes them, "
             f"{plain[0]}.weight first: {why}",
-            FxQuantWarning, stacklevel=2,
+            FxQuantWarning,
         )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ before a graph reads them next (`refresh`), however many writes a step of an opt
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from fxquant.compat.inside.subclass import is_allocated, no_torch_function, writes, written
 from fxquant.compat.private import tree_map_only, uncaptured
-from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError
+from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError, tell
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import HoldsQuantized, dequantize_operand, parts_spec
 from fxquant.kernels.cast.ops import amax as tensor_amax
@@ -175,11 +174,10 @@ class QuantizedWeight(HoldsQuantized):
         """Warns once of a layer whose weight FSDP2 gathered quantized, and that no graph of fxquant runs."""
         if self.layer.outputs and not self.layer.told and all(map(_is_real, self.parts(Direction.ROWWISE))):
             self.layer.told = True
-            warnings.warn(
+            tell(
                 f"{self.layer.name}.weight was gathered quantized, and is read outside of the graphs of fxquant, where "
                 "that is rounding for nothing: leave the layer out of prepare_fsdp (`blocks`), or compile it",
                 FxQuantWarning,
-                stacklevel=2,
             )
 
     def _writes(self) -> tuple[int, ...]:
