@@ -33,14 +33,14 @@ _CROWD = 32
 _SMALLER = 0.9
 """The share of the usual loss in the norm below which a few large elements make up the norm."""
 
+_BARE = 0.6
+"""The share of the usual loss in the norm below which nearly all of it is that of the largest element of a block."""
+
 _TAIL = {"kurtosis": 50.0, "elements": 1.65}
 """The kurtosis of a tail that is not heavy, and how many times the usual is then lost of the elements beside it."""
 
 _SPIKY = 20.0
 """The least kurtosis of what hides others: slow changes from token to token, which a transform gathers, have less."""
-
-_SPIKES = 300.0
-"""The kurtosis of single elements that have most of the norm."""
 
 _ROWS = {"kurtosis": 40.0, "norm": 0.85, "elements": 1.2}
 """The kurtosis, and the losses beside those of rows, of columns in which a few rows have the norm.
@@ -110,6 +110,7 @@ class Outlier(NamedTuple):
 SIGNS = {
     "product": "its product has {0:.1f} times the usual error",
     "tail": "a few large elements hide others, of which {0:.1f} times the usual is lost",
+    "bare tail": "a few large elements have nearly all of the norm, others are lost beside them",
     "same tail": "a few large elements hide others, as in the other direction",
     "rows": "a few large rows begin here, beside which others are lost",
 }
@@ -120,25 +121,52 @@ def outliers(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dic
     """The operands that lose many times what is usual, those that lose most first.
 
     An operand hurts its product, or it has a tail whose few large elements hide what all others lose: more than usual
-    of the elements, and less of the norm. Columns of a gradient take such tails from gradients behind it, so they are
-    outliers only where rows are, or in the one layer where a few large rows begin. The mean of steps counts.
+    of the elements, and less of the norm. A gradient takes such tails from gradients behind it, if lesser ones: they
+    count where they begin, and in columns only where rows have one, or in the one layer where a few large rows begin.
+    The mean of steps counts.
     """
     products = products_times_usual(seen, places)
     hurt = (key for key, x in products.items() if x > TIMES[_product_of(seen[key])] and _loses(seen[key]))
     result = {key: Outlier(products[key], "product") for key in hurt}
     elements = {key: statistics.fmean(one.elements for one in steps) for key, steps in seen.items()}
-    tails = dict[Place, float]()
-    for key, times in _hidden(seen, elements, places).items():
-        if places[key].role != "grad_output" or places[key].direction == "rowwise":
-            tails[places[key]] = elements[key]
-            result[key] = max(Outlier(times, "tail"), result.get(key, Outlier(0.0, "")))
+    norms = {key: statistics.fmean(one.norm for one in steps) for key, steps in seen.items()}
+    usual_norms = {key: _median(alike) for key, alike in _by(norms, places, lambda p: p[1:]).items()}
+    shares = {key: _times(norm, usual_norms[key]) for key, norm in norms.items()}
+    at = {place: key for key, place in places.items() if key in elements}
+    tails = {
+        places[key]: times
+        for key, times in _hidden(seen, elements, shares, places).items()
+        if places[key].role != "grad_output" or places[key].direction == "rowwise"
+    }
     begun = _first_large_rows(seen, elements, places, tails)
+    bare = [place for place in tails if _is_bare(shares[at[place]], seen[at[place]])]
+    tails = _without_inherited(tails, [*bare, *(places[key] for key in begun)], places)
+    for place, times in tails.items():
+        sign = "tail" if place not in bare or times > TIMES["elements"] else "bare tail"
+        result[at[place]] = max(Outlier(times, sign), result.get(at[place], Outlier(0.0, "")))
     result |= {key: Outlier(times, "rows") for key, times in begun.items()}
     for key, place in places.items():
         other = next((p for p in tails if p[:2] == place[:2] and p[3] == place[3]), None)
-        if other and key not in result and elements[key] > max(_BOTH * tails[other], LEAST["elements"]):
-            result[key] = Outlier(elements[key] / tails[other], "same tail")
+        usual = elements[at[other]] if other else math.inf
+        if other and key not in result and elements[key] > max(_BOTH * usual, LEAST["elements"]):
+            result[key] = Outlier(elements[key] / usual, "same tail")
     return dict(sorted(result.items(), key=lambda item: -item[1].times))
+
+
+def _without_inherited(
+    tails: Mapping[Place, float], origins: Collection[Place], places: Mapping[K, Place]
+) -> dict[Place, float]:
+    """The tails without those of gradients that have one of `origins` behind them, from which they take theirs."""
+    number = {place.layer: i for i, place in enumerate(places.values())}
+    last = defaultdict[Hashable, int](lambda: -1)
+    for place in origins:
+        if place.role == "grad_output":
+            last[place.format] = max(last[place.format], number[place.layer])
+    return {
+        place: times
+        for place, times in tails.items()
+        if place in origins or place.role != "grad_output" or number[place.layer] >= last[place.format]
+    }
 
 
 def _first_large_rows(
@@ -161,8 +189,10 @@ def _first_large_rows(
         if row == place or row not in rows:
             continue
         of_rows, of_columns = elements[rows[row]], elements[key]
+        if of_rows > LEAST["elements"] and _is_of_classes(row, seen[rows[row]], last):
+            continue
         is_even = norms[row] > _ROWS["norm"] * _median(usual[row])
-        if row in tails or (not is_even and _is_spiky(row, seen[rows[row]], last)):
+        if row in tails:
             begins[place.format] = None
         times = _times(of_columns, of_rows)
         hides = of_columns > LEAST["elements"] and times > _ROWS["elements"]
@@ -194,7 +224,9 @@ def products_times_usual(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Pl
     return {key: _times(error, max(_median(kinds[key]), _median(formats[key]))) for key, error in errors.items()}
 
 
-def _hidden(seen: Mapping[K, Sequence[Seen]], elements: Mapping[K, float], places: Mapping[K, Place]) -> dict[K, float]:
+def _hidden(
+    seen: Mapping[K, Sequence[Seen]], elements: Mapping[K, float], shares: Mapping[K, float], places: Mapping[K, Place]
+) -> dict[K, float]:
     """The operands with a tail, with how many times as much as usual they lose of their elements.
 
     The tail is heavy in all steps, or they lose less than usual of the norm. Usual is what layers of a like name lose,
@@ -202,20 +234,24 @@ def _hidden(seen: Mapping[K, Sequence[Seen]], elements: Mapping[K, float], place
     element as large as the largest in each row, that of the row's class.
     """
     last = _last(places)
-    norms = {key: statistics.fmean(one.norm for one in steps) for key, steps in seen.items()}
     usual = _usual(elements, places)
-    usual_norms = _by(norms, places, lambda p: p[1:])
     result = {}
     for key, lost in elements.items():
-        norm = _times(norms[key], _median(usual_norms[key]))
-        times = _times(lost, usual[key])
+        norm, times = shares[key], _times(lost, usual[key])
         kurtosis = min(one.kurtosis for one in seen[key])
         is_heavy = kurtosis > _HEAVY and times > TIMES["elements"]
         is_heavy = is_heavy or (kurtosis > _TAIL["kurtosis"] and times > _TAIL["elements"])
         is_hidden = norm < _SMALLER and _times(times, norm) > TIMES["hidden"] and kurtosis > _SPIKY
-        if lost > LEAST["elements"] and (is_heavy or is_hidden) and not _is_of_classes(places[key], seen[key], last):
+        is_bare = _is_bare(norm, seen[key]) and places[key].direction == "rowwise"
+        is_tail = is_bare or (lost > LEAST["elements"] and (is_heavy or is_hidden))
+        if is_tail and not _is_of_classes(places[key], seen[key], last):
             result[key] = times
     return result
+
+
+def _is_bare(norm: float, steps: Sequence[Seen]) -> bool:
+    """Returns True if a few elements have nearly all of the norm; `norm` is the share of its usual loss."""
+    return norm < _BARE and min(one.kurtosis for one in steps) > _HEAVY
 
 
 def _last(places: Mapping[K, Place]) -> str:
@@ -225,11 +261,6 @@ def _last(places: Mapping[K, Place]) -> str:
 def _is_of_classes(place: Place, steps: Sequence[Seen], last: str) -> bool:
     """Returns True for the gradient of a loss over classes, of the `last` layer."""
     return place[:2] == (last, "grad_output") and min(one.near for one in steps) > _CROWD
-
-
-def _is_spiky(place: Place, steps: Sequence[Seen], last: str) -> bool:
-    """Returns True if single elements have most of the norm, from which layers before have large rows."""
-    return min(one.kurtosis for one in steps) > _SPIKES and not _is_of_classes(place, steps, last)
 
 
 def _usual(elements: Mapping[K, float], places: Mapping[K, Place]) -> dict[K, float]:

@@ -71,7 +71,8 @@ class SearchResult:
     everywhere, `effects` the estimates for all operands, the largest first. `chosen` has the candidate of each operand;
     those that are missing stay in high precision. `cut` is empty, or says that the time limit has ended the search, and
     what the result is then. `signs` says of operands and candidates that do not fit what was seen, `note` why a
-    candidate everywhere is the result, or is not.
+    candidate everywhere is the result, or is not. `outliers` has operands and their cheapest candidates, from which
+    they are protected in any case.
     """
 
     recipe: CustomRecipe
@@ -90,6 +91,7 @@ class SearchResult:
     cut: str = ""
     signs: Mapping[tuple[Operand, str], str] = field(default_factory=dict, repr=False)
     note: str = ""
+    outliers: frozenset[tuple[Operand, str]] = field(default=frozenset(), repr=False)
 
     @property
     def kept(self) -> list[Operand]:
@@ -99,14 +101,18 @@ class SearchResult:
 
     @property
     def protected(self) -> list[Operand]:
-        """The operands with another format, or none, than most of their role and direction have."""
+        """The operands with another format, or none, than most of their role and direction have, and all outliers.
+
+        Outliers without what they are protected from, that is, though a whole GEMM may be without it.
+        """
         operands = sorted({*self.chosen, *self.kept})
         kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for operand in operands:
             kinds[operand.role, operand.direction][self.chosen.get(operand, "")] += 1
         whole = sum(kinds.values(), Counter[str]())  # decides where half of a kind has one format, and half another
         usual = {kind: max(names, key=lambda name: (names[name], whole[name])) for kind, names in kinds.items()}
-        return [o for o in operands if self.chosen.get(o, "") != usual[o.role, o.direction]]
+        hurt = {o for o, name in self.outliers if self.chosen.get(o, "") != name}
+        return [o for o in operands if o in hurt or self.chosen.get(o, "") != usual[o.role, o.direction]]
 
     @property
     def why(self) -> dict[Operand, str]:

@@ -449,7 +449,11 @@ class _Search:
             orders=self.losses.orders, budget={self.kind: self.limit},
             chosen={operand: self.names[i] for operand, i in result.chosen.items()}, cut=cut, note=self.note,
             signs={(operand, self.names[i]): sign for (operand, i), sign in self.signs.items()},
+            outliers=frozenset((o, self.names[i]) for o, i in self.space.cheapest() if self._is_outlier(o, i)),
         )  # fmt: skip
+
+    def _is_outlier(self, operand: Operand, candidate: int) -> bool:
+        return self.unfit.get((operand, candidate), 0) >= OUTLIER
 
     def _cut(self) -> SearchResult:
         """The best of what was measured, without another step."""

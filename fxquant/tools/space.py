@@ -87,6 +87,10 @@ class Space:
         order = {operand: i for i, operand in enumerate(map(operand_of, self.decisions))}
         self.units.sort(key=lambda unit: min(order.get(operand, 0) for operand in unit))
 
+    def cheapest(self) -> list[tuple[Operand, int]]:
+        """Each operand with its candidate of the fewest bits."""
+        return [(o, min(options, key=lambda i: bits_of(options[i]))) for o, options in self.options.items()]
+
     def under(self, chosen: Mapping[Operand, int]) -> list[Decision]:
         """The decisions as they would be under a choice."""
         result = []

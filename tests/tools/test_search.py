@@ -260,7 +260,31 @@ def test_large_rows_count_where_columns_are_transformed(columns: Seen) -> None:
     seen |= large | {("3.up", "columnwise"): [columns]}
     assert {key: one.sign for key, one in outliers(seen, places).items()} == {("3.up", "columnwise"): "rows"}
     assert not outliers(seen | {("3.up", "rowwise"): [Seen(0.1, 0.2, 0.14, 90.0, 0, 0.9)]}, places)
-    assert not outliers(seen | {("4.up", "rowwise"): [Seen(0.1, 0.2, 0.05, 2000.0)]}, places)
+    assert outliers(seen | {("4.up", "rowwise"): [Seen(0.1, 0.2, 0.05, 2000.0)]}, places).keys() == {
+        ("4.up", "rowwise")
+    }
+
+
+def test_layers_before_a_tail_inherit_it() -> None:
+    """A few elements that have nearly all of the norm are a tail, however little others lose; a lesser before is none.
+
+    A loss over classes has rows with one large element, and no large rows.
+    """
+    layers = [f"{i}.up" for i in range(6)]
+    places = {
+        (layer, d): Place(layer, "grad_output", d, "nvfp4") for layer in layers for d in ("rowwise", "columnwise")
+    }
+    seen = {key: [Seen(0.1, 0.2, 0.14, 3.0)] for key in places}
+    lesser = {("1.up", "rowwise"): [Seen(0.1, 0.3, 0.14, 200.0)]}
+    assert outliers(seen | lesser, places).keys() == lesser.keys()
+    begins = {("3.up", "rowwise"): [Seen(0.1, 0.2, 0.06, 2000.0)]}
+    assert outliers(seen | lesser | begins, places).keys() == begins.keys()
+    assert outliers(seen | begins | {("4.up", "rowwise"): lesser["1.up", "rowwise"]}, places).keys() == {
+        ("3.up", "rowwise"),
+        ("4.up", "rowwise"),
+    }
+    classes = {("5.up", d): [Seen(0.1, 0.33, 0.14, 61.0, 128)] for d in ("rowwise", "columnwise")}
+    assert not outliers(seen | classes | {("5.up", "columnwise"): [Seen(0.1, 0.2, 0.07, 9.0)]}, places)
 
 
 def searched(model: nn.Module, data: Sequence[Any], budget: dict[str, float], **settings: Any) -> SearchResult:
@@ -311,6 +335,9 @@ def test_the_time_limit_ends_a_search_with_a_sentence() -> None:
     operands = [Operand(layer, role, "rowwise") for role in ("input", "weight") for layer in "abcd"]
     halves = replace(result, chosen={operand: "nvfp4" if i > 1 else "mxfp8" for i, operand in enumerate(operands)})
     assert halves.protected == operands[:2]  # beside as many of their kind with what most operands have
+    hurt = frozenset({(operands[0], "nvfp4"), (operands[7], "nvfp4")})
+    moved = replace(halves, chosen=dict.fromkeys(operands[:4], "mxfp8") | dict.fromkeys(operands[4:], "nvfp4"))
+    assert not moved.protected and replace(moved, outliers=hurt).protected == operands[:1]  # with all of their kind
     assert result.cut.startswith("The time limit of 0.001 s ended the search at: measuring the unquantized model; ")
     assert "loss not measured" in str(result) and result.cut[:60] in str(result)
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
