@@ -21,8 +21,11 @@ much. The elements of layers of a like name lose the same within a fifth, too. W
 elements beside what is lost of the norm.
 """
 
-LEAST = {"product": 0.2, "elements": 0.25}
-"""The least that an outlier loses: a few percent hurt nothing, even where they are many times what others lose."""
+LEAST = {"product": 0.2, "elements": 0.25, "bare": 0.1}
+"""The least that an outlier loses: a few percent hurt nothing, even where they are many times what others lose.
+
+That of a `bare` tail is of the elements, too: where it stands in few blocks, it is what a coarse format always loses.
+"""
 
 _HEAVY = 100.0
 """The kurtosis of a heavy tail: a hundredth of the elements has the energy. That of normal numbers is 3."""
@@ -33,7 +36,7 @@ _CROWD = 32
 _SMALLER = 0.9
 """The share of the usual loss in the norm below which a few large elements make up the norm."""
 
-_BARE = 0.6
+_BARE = 0.7
 """The share of the usual loss in the norm below which nearly all of it is that of the largest element of a block."""
 
 _TAIL = {"kurtosis": 50.0, "elements": 1.65}
@@ -251,7 +254,8 @@ def _hidden(
 
 def _is_bare(norm: float, steps: Sequence[Seen]) -> bool:
     """Returns True if a few elements have nearly all of the norm; `norm` is the share of its usual loss."""
-    return norm < _BARE and min(one.kurtosis for one in steps) > _HEAVY
+    lost = statistics.fmean(one.elements for one in steps)
+    return norm < _BARE and min(one.kurtosis for one in steps) > _HEAVY and lost > LEAST["bare"]
 
 
 def _last(places: Mapping[K, Place]) -> str:

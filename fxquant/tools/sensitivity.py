@@ -70,11 +70,11 @@ def unfit(seen: Sensitivity) -> dict[Key, int]:
     """
     places = {key: Place(*key[0], key[1]) for key in seen.steps}
     levels = {key: 1 for key, times in _times_usual(seen.errors).items() if times > _UNUSUAL}
-    found = outliers(seen.steps, places)
-    levels |= dict.fromkeys(found, 2)
+    outlying = outliers(seen.steps, places)
+    levels |= dict.fromkeys(outlying, 2)
     products = products_times_usual(seen.steps, places)
     hurting = {key for key, times in products.items() if times > _UNUSUAL and key in levels}
-    for (layer, *side), i in [key for key, one in found.items() if one.sign != "same tail"]:
+    for (layer, *side), i in [key for key, one in outlying.items() if one.sign != "same tail"]:
         for pair in GEMM_OPERANDS.values():
             sides = [(role, str(direction)) for role, direction in pair]
             if tuple(side) in sides:
