@@ -23,9 +23,9 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
-from enum import Enum
+from enum import Enum, EnumMeta
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -58,6 +58,34 @@ def did_you_mean(spelling: object, choices: Iterable[Any], foreign: Mapping[str,
     inside = sorted((key for key in shown if len(asked) > 2 and asked in key), key=len)
     close = [asked] if asked in shown else inside or difflib.get_close_matches(asked, shown, 1)
     return f"; did you mean {_shown(shown[close[0]])}?" if close else ""
+
+
+class Table(type):
+    """The class of a table of names: one that it does not have gets a hint, and the names that there are."""
+
+    def __getattr__(cls, name: str) -> Any:
+        # Python 3.10 looks for the members of an enumeration here
+        members = vars(cls).get("_member_map_") or {key: value for key, value in vars(cls).items() if key[:1] != "_"}
+        if name in members:
+            return members[name]
+        if name.startswith("_"):
+            raise AttributeError(name)
+        names = [f"{cls.__name__}.{item}" for item in members]
+        hint = did_you_mean(f"{cls.__name__}.{name}", map(_Bare, names))
+        raise AttributeError(f"{cls.__name__} has no {name!r}{hint or '.'} Known: {', '.join(names)}")
+
+
+class _EnumTable(Table, EnumMeta):
+    pass
+
+
+class Words(Enum, metaclass=_EnumTable):
+    """An enumeration whose wrong names and wrong values get a hint."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        choices = " or ".join(_shown(item) for item in cls)
+        raise SettingError(f"{article(cls.__name__)} is {choices}, not {_shown(value)}{did_you_mean(value, cls)}")
 
 
 def first_line(error: Exception) -> str:
@@ -232,6 +260,13 @@ def _unbound(
     needed = [key for key in by_name[len(positional) :] if parameters[key].default is inspect.Parameter.empty]
     key = next(key for key in needed if key not in kwargs)
     return f"{name} needs {key}" + (f": {words[key]}" if key in words else "")
+
+
+class _Bare(str):
+    """A name that a hint shows without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class _Keyword(str):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 
+from fxquant.checks import Words, checked
+from fxquant.errors import ArgumentError
 from fxquant.formats import AttentionSpec, Step
+from fxquant.quantizers.base import Quantizer
 from fxquant.roles import Direction, Gemm, QuantizerRole
 
-if TYPE_CHECKING:
-    from fxquant.quantizers import Quantizer
 
-
-class SkipReason(str, Enum):
+class SkipReason(str, Words):
     """The reasons why an operand stays in high precision."""
 
     HIGH_PRECISION = "HIGH_PRECISION"
@@ -164,6 +162,7 @@ class Attended:
     capability: tuple[int, int] = (0, 0)
 
 
+@checked(ArgumentError)
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """One operand of one GEMM: either a quantizer or a skip reason, never both, never neither.

@@ -213,6 +213,15 @@ RECIPES: dict[str, Call] = {
     "first_and_last of nothing": lambda: factories.first_and_last("mxfp8", first=1, last=1),
     "first -1": lambda: factories.first_and_last("mxfp8", first=-1, last=1, layers=8),
     "string roles 3": lambda: factories.from_string_roles(3),
+    "a role of a layer": lambda: fxquant.QuantizerRole(layer="head"),
+    "a role of Linear": lambda: fxquant.QuantizerRole("Linear", "weight"),
+    "a role of weights": lambda: fxquant.QuantizerRole("linear", "weights"),
+    "a role of q": lambda: fxquant.QuantizerRole("dpa", "q"),
+    "a role of a direction": lambda: fxquant.QuantizerRole(direction="rowwise"),
+    "a role of a number": lambda: fxquant.QuantizerRole(3),
+    "a GEMM by another name": lambda: fxquant.Gemm("fwd"),
+    "a direction by another name": lambda: fxquant.Direction("row"),
+    "a reason by another name": lambda: fxquant.SkipReason("small"),
 }
 QUANTIZERS: dict[str, Call] = {
     "quantize a list": lambda: MX.quantize([1, 2]),
@@ -306,6 +315,9 @@ TOOLS: dict[str, Call] = {
     "calibration wrong shape": lambda: fxquant.quantize_program(
         program(), "current_scaling", calibration=[(x(32, 63),)]
     ),
+    "Decision()": lambda: fxquant.Decision(),
+    "Decision of a number": lambda: fxquant.Decision(role=3, gemm="fprop", direction="rowwise", shape=()),
+    "Report()": lambda: fxquant.Report(),
     "report_of a model": lambda: fxquant.report_of(OneLinear()),
     "report_of a plain program": lambda: fxquant.report_of(program()),
     "lower a model": lambda: fxquant.lower_program(OneLinear()),
@@ -331,6 +343,10 @@ NAMES: dict[str, Call] = {
     "Linear": lambda: fxquant.Linear,
     "a recipe's class, misspelled": lambda: fxquant.recipes.MXFP8BlockScalin,
     "a recipe as an attribute": lambda: fxquant.recipes.float8_blockwise,
+    "a format in small letters": lambda: fxquant.Format.e4m3,
+    "a GEMM as an attribute": lambda: fxquant.Gemm.fprop,
+    "a direction in short": lambda: fxquant.Direction.row,
+    "a dtype without its k": lambda: fxquant.DType.Float8E4M3,
     "a misspelled name": lambda: fxquant.MXFP8Quantiser,
 }
 INPUTS = {"compile": COMPILE, "options": OPTIONS, "recipes": RECIPES, "quantizers": QUANTIZERS, "tools": TOOLS}
@@ -357,7 +373,7 @@ def test_a_wrong_input_gets_one_sentence(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_there_is_not_is_told_what_to_write(name: str) -> None:
-    with pytest.raises(AttributeError, match=r"'fxquant.* has no attribute .*(write|did you mean) "):
+    with pytest.raises(AttributeError, match=r"('fxquant.* has no attribute|[A-Z]\w+ has no) .*(write|did you mean) "):
         NAMES[name]()
 
 

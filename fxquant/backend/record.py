@@ -23,7 +23,7 @@ from fxquant.passes.look import half, snapshot
 from fxquant.recipes import Recipe
 from fxquant.report.header import header_of
 from fxquant.report.report import Report
-from fxquant.roles import QuantizerRole
+from fxquant.roles import TENSOR_TYPES, QuantizerRole
 from fxquant.snapshots import Snapshot
 
 if TYPE_CHECKING:
@@ -226,7 +226,12 @@ class Records:
         """The roles in graphs; with `trained` those of gradients too, which inference does not ask for."""
         roles = [role for graph in self.graphs for role in (*graph.roles, *graph.other_roles)]
         if trained:
-            roles += [replace(role, tensor_type=kind) for role in roles for kind in ("grad_output", "do", "dp")]
+            roles += [
+                replace(role, tensor_type=kind)
+                for role in roles
+                for kind in TENSOR_TYPES[role.module_type]
+                if kind in ("grad_output", "do", "dp")
+            ]
         return roles
 
     def undecided(self) -> list[str]:

@@ -7,12 +7,11 @@ import functools
 import json
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 from fxquant.cost.rates import RATES, AttentionRate, AttentionRates, CardRates, CastRate, GemmRate
-from fxquant.errors import FxQuantWarning, OptionError
+from fxquant.errors import FxQuantWarning, OptionError, tell
 from fxquant.files import in_its_place
 from fxquant.kernels.linear.choice import GemmKernel
 
@@ -71,11 +70,10 @@ def kept(path: str) -> dict[str, CardRates]:
             if text["schema"] == SCHEMA:
                 cards[text["card"]] = _rates(text["rates"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            warnings.warn(
+            tell(
                 f"{file} holds no rates of a card ({type(error).__name__}: {error}): estimates do without it. Delete "
                 "it, or measure again with fxquant rates",
                 FxQuantWarning,
-                stacklevel=2,
             )
     return cards
 

@@ -38,6 +38,7 @@ from fxquant.errors import (
     OptionError,
     ProgramError,
     RecipeError,
+    UnquantizedWarning,
     UnusedRuleWarning,
     tell,
 )
@@ -46,6 +47,7 @@ from fxquant.kernels.onnx import MEANINGS, OPSET
 from fxquant.passes.export.program_state import ProgramState
 from fxquant.passes.exported import Exported, Opened
 from fxquant.passes.graph.bodies import Bodies
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.pipeline import CALIBRATED, EXPORTED, LOWERED, PACKAGED, run
 from fxquant.passes.settings import Settings
@@ -131,9 +133,10 @@ def _tell_of(calibration: Calibration, decisions: Sequence[Decision], recipe: Re
 def lower_program(program: ExportedProgram) -> ExportedProgram:
     """The same program in ATen operators, for the device that its tensors are on; it loads where fxquant is not.
 
-    Raises ProgramError for anything but a program.
+    Raises ProgramError for anything but a program. Warns of one in which nothing is quantized.
     """
     _check_program(program)
+    _tell_of_plain(program)
     with _opened(program) as opened:
         opened = run(LOWERED, opened, Settings(stored_weights=True, portable=True, kernels=False))
     return _program(opened)
@@ -152,8 +155,10 @@ def aoti_compile_and_package(
     Returns the path of the package, which has to end in ``.pt2``; load it with `torch._inductor.aoti_load_package`.
     It is written as a whole or not at all. `inductor_configs` are settings of Inductor. Raises OptionError for a
     setting that Inductor does not have and ProgramError for a program without example inputs, or where no file can be.
+    Warns of a program in which nothing is quantized.
     """
     _check_program(program)
+    _tell_of_plain(program)
     options = dict(inductor_configs or {})
     for option in options:
         if option not in inductor_options():
@@ -187,9 +192,10 @@ def onnx_export(
     float32. `options` are those of `torch.onnx.export`. Needs the packages onnx and onnxscript.
 
     Raises ProgramError for a program with a format or an operator that ONNX does not have, and OptionError for an
-    opset before 21, the first with scales for blocks.
+    opset before 21, the first with scales for blocks. Warns of a program in which nothing is quantized.
     """
     _check_program(program)
+    _tell_of_plain(program)
     if opset_version < OPSET:
         raise OptionError(f"ONNX has the operators for FP8 blocks from opset {OPSET} on, not in {opset_version}")
     table = {getattr(torch.ops.fxquant, name).default: meaning for name, meaning in MEANINGS.items()}
@@ -230,6 +236,22 @@ def _check_program(program: object) -> None:
             f"{stored} is stored quantized in the model that this program was exported from: load the model's "
             "state_dict() into one with plain parameters, and export that"
         )
+
+
+def _tell_of_plain(program: ExportedProgram) -> None:
+    """Warns of a program in which nothing is quantized: no operator of fxquant, no payload, no such report."""
+    nodes = [node for module in Bodies(program.graph_module).modules for node in module.graph.nodes]
+    values = [value for node in nodes if isinstance(value := node.meta.get(VAL), Tensor)]
+    stored = [*program.state_dict.values(), *program.constants.values()]
+    narrow = [x.dtype for x in values if x.is_floating_point()] + [x.dtype for x in stored if isinstance(x, Tensor)]
+    report = program.graph_module.meta.get(REPORT)
+    if (
+        not (isinstance(report, Report) and any(decision.quantizer is not None for decision in report.decisions))
+        and not any(is_fxquant(node) for node in nodes)
+        and not any(dtype.itemsize == 1 and dtype != torch.bool for dtype in narrow)
+    ):
+        text = "nothing in this program is quantized: fxquant.quantize_program(program, recipe) makes one that is"
+        tell(text, UnquantizedWarning)
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:

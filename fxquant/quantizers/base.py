@@ -6,13 +6,12 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from fxquant.checks import AtLeast, article, checked, did_you_mean
+from fxquant.checks import AtLeast, Words, article, checked
 from fxquant.compat.constants import constants_lifted
 from fxquant.compat.values import statically_known_true
 from fxquant.errors import RecipeError
@@ -24,16 +23,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Format(Enum):
+class Format(Words):
     """Element formats of a recipe: (forward, backward)."""
 
     E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
     E5M2 = (torch.float8_e5m2, torch.float8_e5m2)
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-    @classmethod
-    def _missing_(cls, value: object) -> NoReturn:
-        raise RecipeError(f"a Format is {', '.join(map(str, cls))}, not {value!r}{did_you_mean(value, cls)}")
 
     def dtype(self, tensor_type: str) -> torch.dtype:
         """The element dtype of a role's tensor type: the backward one for gradients."""

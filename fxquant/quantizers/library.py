@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from fxquant.checks import AtLeast, OneOf, checked
+from fxquant.checks import AtLeast, OneOf, Table, checked
 from fxquant.compat.inside.ranks import name_of_all
 from fxquant.errors import RecipeError, SettingError
 from fxquant.formats import QuantSpec
@@ -16,7 +16,7 @@ from fxquant.quantizers.base import QuantizedTensor, Quantizer
 from fxquant.roles import Direction
 
 
-class DType:
+class DType(metaclass=Table):
     """TransformerEngine's names of the element dtypes."""
 
     kFloat8E4M3 = torch.float8_e4m3fn

@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fxquant.checks import checked
 from fxquant.cost.estimate import estimate
 from fxquant.cost.gemms import choose_gemm
 from fxquant.cost.kept import rates_of
 from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision, KeptInFp8, Matmul, NotFused, Saved, SentQuantized
-from fxquant.errors import OptionError
+from fxquant.errors import ArgumentError, OptionError
 from fxquant.report.header import Header
 from fxquant.roles import Direction, Gemm
 from fxquant.snapshots import Snapshot, Step
@@ -58,6 +59,7 @@ class Loss:
     """The root of the mean square and the amax of each operand."""
 
 
+@checked(ArgumentError)
 @dataclass(kw_only=True)
 class ReportData:
     """The decisions of one or several compiled graphs.

@@ -8,7 +8,6 @@ What would fail while autograd traces the graph, or give a gradient of the wrong
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fxquant.checks import article, first_line, place_of
 from fxquant.compat.values import FakeTensorMode, version
-from fxquant.errors import FxQuantWarning, RecipeError
+from fxquant.errors import FxQuantWarning, RecipeError, tell
 from fxquant.quantizers import Quantizer
 from fxquant.roles import Direction
 
@@ -95,10 +94,8 @@ def _without_state(quantizer: Quantizer) -> Iterator[None]:
         changes = f"changes its attribute {name!r} while it quantizes, and a graph is traced once"
         if not isinstance(value, int | float) or not isinstance(old, int | float):
             raise RecipeError(f"it {changes}: compute it in __init__, or of the tensor in each call")
-        warnings.warn(
-            f"{type(quantizer).__name__} {changes}: it counts traces, and steps run with the number of theirs",
-            FxQuantWarning, stacklevel=1,
-        )  # fmt: skip
+        told = f"{type(quantizer).__name__} {changes}: it counts traces, and steps run with the number of theirs"
+        tell(told, FxQuantWarning)
 
 
 def _no_bytes(size: torch.Size) -> Tensor:

@@ -8,6 +8,7 @@ import importlib
 import io
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ from fxquant import (
     QuantizerRole,
     Recipe,
     RecipeError,
+    UnquantizedWarning,
     UnusedRuleWarning,
+    aoti_compile_and_package,
     lower_program,
     quantize_program,
     recipes,
@@ -1045,6 +1048,23 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
     refused(ProgramError, "has no report", lambda: report_of(program))
     refused(ProgramError, "expected, not a Block", lambda: report_of(model))
     refused(ProgramError, "expected, not a Block", lambda: lower_program(model))
+
+
+def test_a_program_with_nothing_quantized_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = export(nn.Linear(64, 64), (torch.randn(32, 64),))
+    lowered = lower_program(quantize_program(plain, "nvfp4"))
+    torch.export.save(lowered, tmp_path / "model.pt2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lower_program(torch.export.load(tmp_path / "model.pt2"))
+    monkeypatch.setattr("fxquant.export.program.compile_package", lambda program, path, settings: Path(path).touch())
+    for door in (
+        lower_program,
+        functools.partial(aoti_compile_and_package, package_path=tmp_path / "model.pt2"),
+        lambda program: lower_program(quantize_program(program, "high_precision")),
+    ):
+        with pytest.warns(UnquantizedWarning, match=r"nothing in this program is quantized: .*quantize_program"):
+            door(plain)
 
 
 @pytest.mark.parametrize("recipe", ["current_scaling", NVFP4BlockScaling(disable_stochastic_rounding=True)], ids=str)

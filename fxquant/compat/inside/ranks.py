@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fxquant.errors import FxQuantWarning
+from fxquant.errors import FxQuantWarning, tell
 
 _LATE = 10
 """Seconds after which the others are late."""
@@ -81,11 +80,10 @@ def largest_now(x: Tensor, group: str) -> Tensor:
         time.sleep(0.001)
         if time.monotonic() > told:
             told = float("inf")
-            warnings.warn(
+            tell(
                 "the quantization state waits for other ranks: state_dict() takes the largest amaxes of all, so every "
                 "rank has to call it, also where one writes the file",
                 FxQuantWarning,
-                stacklevel=2,
             )
     work.wait()
     return largest
