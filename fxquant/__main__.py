@@ -33,6 +33,7 @@ from fxquant.recipes import places
 from fxquant.report.data import plain_spec
 from fxquant.report.json import SCHEMA
 from fxquant.report.text import aligned
+from fxquant.tools.console import number, printed
 from fxquant.tools.target import attribute, load, one_sentence, origin, sources, target
 
 
@@ -93,12 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if _program() == "fxquant" and not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, "")  # the user's folder, which `python -m` has there
-    if arguments[:1] == ["bench"]:
-        from fxquant.bench import run as bench
-
-        return bench.main(arguments[1:])
-    options = _parser().parse_args(arguments)
     try:
+        if arguments[:1] == ["bench"]:
+            from fxquant.bench import run as bench
+
+            return bench.main(arguments[1:])
+        options = _parser().parse_args(arguments)
         with redirect_stdout(sys.stderr):  # what the user's own code prints is no part of a table, or of JSON
             text = options.run(options)
     except KeyboardInterrupt:
@@ -107,19 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FxQuantError as error:
         print(f"fxquant: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    return _printed(text) or getattr(options, "code", 0)
-
-
-def _printed(text: str) -> int:
-    """Prints a result; returns 1 where stdout takes none. A reader that has seen enough (``head``) is no failure."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer at exit
-        if not isinstance(error, BrokenPipeError):
-            print(f"fxquant: error: stdout cannot be written: {error.strerror}", file=sys.stderr)
-            return 1
-    return 0
+    return printed(text) or getattr(options, "code", 0)
 
 
 def _program() -> str:
@@ -176,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     diff.add_argument("a", metavar="A.json", help="a report as JSON")
     diff.add_argument("b", metavar="B.json", help="another one")
-    diff.add_argument("-o", "--html", metavar="PATH", help="also write the comparison as a page")
+    diff.add_argument("-o", "--html", metavar="PATH", type=_path, help="also write the comparison as a page")
     diff.add_argument("--exit-code", action="store_true", help="end with 1 if anything differs, as git diff does")
 
     _add_runs(command, recipe)
@@ -186,7 +175,9 @@ def _parser() -> argparse.ArgumentParser:
         "Measures GEMMs, casts, attention and copies of the GPU at hand in less than 90 s, and keeps their rates in "
         "the user's cache folder, where explain, auto recipes and estimates find them.",
     )  # fmt: skip
-    rates.add_argument("--seconds", type=float, default=75.0, help="begin no probe after this time (default: 75)")
+    rates.add_argument(
+        "--seconds", type=number(float, 0), default=75.0, help="begin no probe after this time (default: 75)"
+    )
     rates.add_argument("--dry-run", action="store_true", help="print the rates and keep none")
 
     for run, name, text in (
@@ -395,12 +386,12 @@ def _bisect(options: argparse.Namespace) -> str:
     from fxquant.tools.trials import Batch
 
     recipe, check = _recipe(options.recipe), options.check
-    if bound := re.fullmatch(rf"({'|'.join(CHECKS[1:])})=([\d.]+([eE][+-]?\d+)?|-[\d.]+)", check):
+    if bound := re.fullmatch(rf"({'|'.join(CHECKS[1:])})=(-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", check):
         check = {bound[1]: float(bound[2])}
     elif ":" in check and not callable(check := attribute(check)):
         raise FxQuantError(f"{options.check} is no function: a check is one of (model, batch)")
     model, args, kwargs = load(options.target)
-    with one_sentence(options.target):
+    with one_sentence(f"{options.target} under the check {options.check}"):
         operands = bisect(model, Batch(args, kwargs), recipe, check)
     rows = [operand._asdict() for operand in operands]
     if options.json:

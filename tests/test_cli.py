@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from fxquant.__main__ import main
 from fxquant.factories import FACTORIES, PAPERS
 from fxquant.formats import FORMATS
 from fxquant.recipes import RECIPES
+from fxquant.tools.console import printed
 
 MODELS = """
 import torch
@@ -44,6 +46,9 @@ def wrong_shape():
 
 def fails():
     raise KeyError("no weights")
+
+def exits():
+    raise SystemExit(3)
 
 number = 3
 
@@ -144,6 +149,10 @@ def test_report_writes_the_page_of_saved_json(models: str, tmp_path: Path, capsy
     assert main(["report", str(saved), "--layer", "head"]) == 0
     assert "note: --layer 'head' has no effect" in capsys.readouterr().err
     assert main(["report", str(page)]) == 1 and "is not JSON" in capsys.readouterr().err
+    content = json.loads(saved.read_text())
+    (saved.parent / "cut.json").write_text(json.dumps({**content, "decisions": content["decisions"][:1]}))
+    assert main(["report", str(saved.parent / "cut.json")]) == 1
+    assert "has one operand alone" in capsys.readouterr().err
     assert main(["report", str(saved), "-o", str(saved)]) == 1
 
 
@@ -181,7 +190,8 @@ def test_bisect_prints_the_operands(models: str, capsys: pytest.CaptureFixture[s
     (operand,) = json.loads(capsys.readouterr().out)["operands"]  # each of both alone breaks it
     assert operand.pop("role") in ("input", "weight") and operand == {"layer": "0", "direction": "rowwise"}
     assert main([*command, "nan"]) == 0 and "the check holds under nvfp4" in capsys.readouterr().out
-    assert main([*command, "differs=1e"]) == 1 and "check must be 'nan'" in capsys.readouterr().err
+    for bound in ("1e", "1..2"):
+        assert main([*command, f"differs={bound}"]) == 1 and "check must be 'nan'" in capsys.readouterr().err
     assert main([*command, f"{models}:number"]) == 1 and "is no function" in capsys.readouterr().err
 
 
@@ -275,6 +285,7 @@ def test_benchmarks_refuse_before_they_start(tmp_path: Path, capsys: pytest.Capt
         (["{models}:with_args", "--recipe", "factories.mxpf8"], "did you mean 'factories.mxfp8'? known factories: "),
         (["{models}:with_args", "--html", "absent/report.html"], "absent: no such folder"),
         (["{models}:fails"], "{models}:fails() failed: KeyError: 'no weights'"),
+        (["{models}:exits"], "{models}:exits() failed: it ends the process, with the exit code 3"),
         (["{models}:wrong_shape"], "mat1 and mat2 shapes cannot be multiplied (4x63 and 64x128)"),
         (["{models}:with_args", "--card", "A100"], "known cards: NVIDIA H100"),
         (["{models}:with_args", "--recipe", "MXFP8"], "did you mean 'mxfp8'?"),
@@ -299,6 +310,10 @@ def test_failures_are_one_line_and_exit_1(
         ["explain", "module"],
         ["explain", "m:f", "--layer", "("],
         ["explain", "m:f", "--html", ""],
+        ["diff", "a.json", "b.json", "-o", ""],
+        ["rates", "--seconds", "nan"],
+        ["bench", "cast", "--repeats", "0"],
+        ["bench", "block", "--length", "-5"],
     ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +352,16 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fxquant.__main__.environment", interrupt)
-    assert main(["env"]) == 130 and capsys.readouterr().err == "fxquant: interrupted\n"
+    monkeypatch.setattr("fxquant.bench.run.run_benchmark", interrupt)
+    for command in (["env"], ["bench", "cast", "--device", "cpu"]):
+        assert main(command) == 130 and capsys.readouterr().err == "fxquant: interrupted\n"
+
+
+def test_a_letter_that_a_terminal_has_not_is_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert printed("sch\xf6n") == 0
+    assert terminal.buffer.getvalue() == b"sch\\xf6n\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,9 @@ def _tell_plain(records: Records, why: str = "") -> None:
     elif records.graphs:
         text = f"a call of {records.what} ran no compiled graph, and so unquantized: {why or _WHY}"
     else:
-        text = f"torch.compile captured no graph of {records.what}, which ran unquantized: {why or _WHY}"
+        breaks = "; ".join(text for seen in records.uncaptured for text in seen.breaks[:3])
+        why = why or (f"{breaks}. {_BESIDE}" if breaks else _WHY)
+        text = f"torch.compile captured no graph of {records.what}, which ran unquantized: {why}"
     tell(text, UnquantizedWarning)
 
 
@@ -259,6 +261,8 @@ _WHY = (
     "and captures no module of its own classes, such as nn.Sequential, if compiled in place: use "
     "fxquant.compile(model, recipe)"
 )
+
+_BESIDE = "fxquant.compile_blocks(model, recipe, modules) compiles the modules beside what torch does not capture"
 
 
 def _name_of(model: Callable[..., Any]) -> str:

@@ -42,9 +42,10 @@ from fxquant.bench.providers import (
     installed,
 )
 from fxquant.bench.rounds import ROUNDS, Row, Turns, measure
-from fxquant.errors import FxQuantError, OptionError
+from fxquant.errors import OptionError
 from fxquant.files import check_place
 from fxquant.report.text import aligned
+from fxquant.tools.console import number, printed
 from fxquant.tools.progress import progress
 
 COLUMNS = (
@@ -229,8 +230,8 @@ def _parser() -> argparse.ArgumentParser:
         kind = kinds.add_parser(name, help=benchmark.help)
         if name in ("block", "sharded"):
             tokens, blocks = "tokens in a sequence (default: %(default)s)", "decoder blocks (default: %(default)s)"
-            kind.add_argument("--length", type=int, default=_ON_CUDA["length"], help=tokens)
-            kind.add_argument("--blocks", type=int, default=_ON_CUDA["blocks"], help=blocks)
+            kind.add_argument("--length", type=number(int, 1), default=_ON_CUDA["length"], help=tokens)
+            kind.add_argument("--blocks", type=number(int, 1), default=_ON_CUDA["blocks"], help=blocks)
         if name == "sharded":
             _add_ranks(kind)
         kind.set_defaults(providers=installed(benchmark.default))
@@ -239,19 +240,23 @@ def _parser() -> argparse.ArgumentParser:
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
         kind.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
         timed, warm_up = "timed steps on CUDA (default: %(default)s)", "warm-up on CUDA (default: %(default)s)"
-        kind.add_argument("--repeats", type=int, default=_ON_CUDA["repeats"], help=timed)
-        kind.add_argument("--seconds", type=float, default=_ON_CUDA["seconds"], help=warm_up)
+        kind.add_argument("--repeats", type=number(int, 1), default=_ON_CUDA["repeats"], help=timed)
+        kind.add_argument("--seconds", type=number(float, 0), default=_ON_CUDA["seconds"], help=warm_up)
     return parser
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the benchmark that runs on several ranks."""
     gpus = torch.cuda.device_count()
-    parser.add_argument("--ranks", type=int, default=gpus or 2, help="processes, where torchrun has started none")
+    parser.add_argument(
+        "--ranks", type=number(int, 1), default=gpus or 2, help="processes, where torchrun has started none"
+    )
     parser.add_argument(
         "--parts", type=_parts, default=sharded.PARTS, help=f"names, separated by commas, of {', '.join(sharded.PARTS)}"
     )
-    parser.add_argument("--within", type=float, default=math.inf, help="seconds after which nothing more is compiled")
+    parser.add_argument(
+        "--within", type=number(float, 0), default=math.inf, help="seconds after which nothing more is compiled"
+    )
 
 
 def _parts(text: str) -> list[str]:
@@ -265,14 +270,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one benchmark, prints its table and returns an exit code: 1 when a provider failed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(argv)
-    try:
-        if options.device == "cuda" and not torch.cuda.is_available():
-            raise OptionError("torch finds no CUDA device: --device cpu runs tiny sizes, whose times mean nothing")
-        if options.csv:
-            check_csv(options.csv)
-    except FxQuantError as error:
-        print(f"fxquant: error: {error}", file=sys.stderr)
-        return 1
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("torch finds no CUDA device: --device cpu runs tiny sizes, whose times mean nothing")
+    if options.csv:
+        check_csv(options.csv)
     command = f"python -m fxquant bench {' '.join(argv)}".partition(" --csv ")[0]
     if options.benchmark != "sharded":
         return _shown(run_benchmark(options, command), options.benchmark)
@@ -286,11 +287,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _shown(rows: Sequence[Row], benchmark: str) -> int:
     """Prints a table and returns the exit code."""
     shown = table_rows(rows)
-    print(aligned([list(shown[0]), *(list(row.values()) for row in shown)]))
+    text = aligned([list(shown[0]), *(list(row.values()) for row in shown)])
     ratios = {column: SHOWN[column] for column in ("over_bf16", "over_torchao", "of_floor")}
     if benchmark == "linear" and (table := linear.means(rows, ratios)):
-        print(f"\n{aligned(table)}")
-    return int(any(not (row["ms"] or row["us"] or row["loss_diff"]) for row in rows))
+        text += f"\n\n{aligned(table)}"
+    return printed(text) or int(any(not (row["ms"] or row["us"] or row["loss_diff"]) for row in rows))
 
 
 if __name__ == "__main__":

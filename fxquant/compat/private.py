@@ -207,6 +207,8 @@ def in_short(text: object) -> str:
     Where nobody has given a reason for a break of theirs, torch's ``(reason: None)`` and ``Message: None`` go.
     """
     title, *lines = map(str.strip, str(text).strip().splitlines())
+    if title.endswith(":") and lines:  # what is announced is the error itself
+        title = f"{title} {lines.pop(0)}"
     explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     return re.sub(r" \(reason: None\)| Message: (None)?$", "", ": ".join([title, *explained[:1]]))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from fxquant.checks import article
 from fxquant.errors import ProgramError
 from fxquant.files import write_whole
 
@@ -41,7 +42,7 @@ def load_inputs(path: str | Path) -> list[Any]:
     with _explained(path, "cannot be loaded as calibration inputs"):
         inputs = torch.load(str(path), weights_only=True)
     if not isinstance(inputs, (list, tuple)):
-        raise ProgramError(f"{path} holds a {type(inputs).__name__}, not a list of calibration inputs")
+        raise ProgramError(f"{path} holds {article(type(inputs).__name__)}, not a list of calibration inputs")
     return list(inputs)
 
 

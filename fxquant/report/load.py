@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -51,7 +52,7 @@ def read_text(path: str | Path) -> str:
     if not isinstance(path, str | os.PathLike):
         raise ProgramError(f"a path is expected, not {article(type(path).__name__)}")
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ProgramError(f"{path} cannot be read: {why}") from error
@@ -83,6 +84,9 @@ def _arguments(content: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {name: decode(hints[name], content[name]) for name in plain if name in content}
     products = {product["site"]: product for product in content.get("products", ())}
     arguments["decisions"] = [_decision(item, products[item["site"]]) for item in content["decisions"]]
+    pairs = Counter((d.site, d.gemm) for d in arguments["decisions"])
+    if alone := next((pair for pair, count in pairs.items() if count < 2), None):
+        raise ValueError("the {1} of site {0} has one operand alone".format(*alone))
     arguments["epilogues"] = [_epilogue(item) for item in content["epilogues"]]
     arguments["estimated"] = {
         site: _estimate(product) for site, product in products.items() if product["work"] is not None

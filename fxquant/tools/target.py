@@ -43,7 +43,7 @@ def attribute(target: str) -> Any:
         return getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise FxQuantError(f"cannot import {module!r}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FxQuantError(f"cannot import {module!r}: {_sentence(error)}") from error
 
 
@@ -58,8 +58,10 @@ def sources(*targets: str) -> list[str]:
     return [path for module in modules if (path := getattr(module, "__file__", None))]
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: Exception | SystemExit) -> str:
     """The kind of an error and what it says, in short."""
+    if isinstance(error, SystemExit):
+        return f"it ends the process, with the exit code {error.code}"
     text = in_short(error)[:500] if str(error).strip() else ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -75,7 +77,7 @@ def one_sentence(what: str) -> Iterator[None]:
             yield
     except FxQuantError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FxQuantError(f"{what} failed: {_sentence(error)} (FXQUANT_TRACEBACK=1 shows where)") from error
 
 
