@@ -19,7 +19,13 @@ from torch import nn
 from fxquant.backend.record import Records, outside_text
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import first_line, place_of
-from fxquant.compat.inside.recompiles import is_compiled, suppresses_errors, told_not_to_compile, watch_limits
+from fxquant.compat.inside.recompiles import (
+    is_compiled,
+    not_captured,
+    suppresses_errors,
+    told_not_to_compile,
+    watch_limits,
+)
 from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning, tell
 from fxquant.recipes import HighPrecision
 
@@ -69,9 +75,11 @@ def _tell_at_exit() -> None:
     _tell_what_ran()
     silent = [records for records in _untold if not records.failed]
     alone = [records for records in silent if records.copy_of is None and not records.elsewhere]
-    hints = {records.what: _WHY for records in alone if not records.whole}
+    breaks = not_captured()[-3:]
+    why = f"torch.compile did not capture: {'; '.join(breaks)}. {_BESIDE}" if breaks else _WHY
+    hints = {records.what: why for records in alone if not records.whole}
     hints |= {calls.name: calls.hint for calls in _uncalled if not calls.ran()}
-    hints |= {name: _WHY for names in _unmet for name in names()}
+    hints |= {name: why for names in _unmet for name in names()}
     for name, hint in hints.items():
         text = f"no graph of {name} has run: if its model did, then as it was, unquantized. {hint}"
         tell(text, UnquantizedWarning)

@@ -135,6 +135,11 @@ _latest: deque[tuple[str, int, str]] = deque(maxlen=256)
 """The last things that torch did not capture: the number of the compilation, that of its attempt, and the text."""
 
 
+def not_captured() -> list[str]:
+    """Returns what torch did not capture in this process, the last of it, each with the file and line."""
+    return list(dict.fromkeys(text for _, _, text in _latest))
+
+
 def _attempt() -> tuple[str, int]:
     """The number of the compilation that runs now, and how often its analysis has started again."""
     return compilation(), getattr(CompileContext.try_get(), "attempt", 0)
