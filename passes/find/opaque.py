@@ -24,7 +24,7 @@ RECURRENT = frozenset("rnn lstm gru".split())
 
 _TELLING = RECURRENT | frozenset(
     "mm addmm bmm matmul gemm gemv linear attention attn mha sdpa conv convolution encoder cdist solve tensorsolve "
-    "lstsq ormqr trilinear".split()
+    "lstsq ormqr orgqr householder trilinear".split()
 )
 _TELLING_PAIRS = frozenset({"matrix exp"})
 """Words, and pairs of words, in the names of operators that multiply matrices, also where torch does not count that."""

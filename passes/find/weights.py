@@ -89,6 +89,9 @@ _BY_ELEMENTS = frozenset(
 )
 """Operators that make a weight of a weight."""
 
+_OF_MATRICES = frozenset("matmul rmatmul mm addmm einsum tensordot inner linalg_multi_dot chain_matmul".split())
+"""Operators that make a weight of weights by products; `linear` has an activation in the first place."""
+
 _JOINS = frozenset(("cat", "concat"))
 """Operators that make a weight of several."""
 
@@ -123,8 +126,9 @@ class Computed:
             alike = [x for x in sources if same_sizes(getattr(maybe_value(x), "shape", ()), value.shape)]
             computed = calls(node, _BY_ELEMENTS) and any(map(self._shows, alike))
             joined = calls(node, _JOINS) and all(map(self._shows, sources))
+            multiplied = calls(node, _OF_MATRICES) and all(map(self._shows, sources))
             seen = (node in self._outer or calls(node, SAME_VALUES)) and sources[0] in self._made
-            if computed or joined or seen:
+            if computed or joined or multiplied or seen:
                 self._made.add(node)
 
     def _shows(self, node: fx.Node) -> bool:

@@ -67,6 +67,17 @@ class Adapted(nn.Module):
         return self.product(x, self.w + self.b @ self.a)
 
 
+class Turned(nn.Module):
+    """A product with a weight that is itself a product of two."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.product, self.w, self.q = product, nn.Parameter(torch.randn(64, 32)), nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.w @ self.q)
+
+
 class Parametrized(nn.Module):
     """A product with the weight of a layer that computes it from its parameters."""
 
@@ -85,7 +96,7 @@ class Joined(Parametrized):
         return self.product(x, torch.cat([self.layer.weight, self.layer.weight.tanh()]))
 
 
-@pytest.mark.parametrize("kind", [Adapted, Parametrized, Joined])
+@pytest.mark.parametrize("kind", [Adapted, Turned, Parametrized, Joined])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_every_spelling_finds_a_weight_that_is_computed_from_weights(product: str, kind: Any) -> None:
     model, x, backend = kind(PRODUCTS[product]), torch.randn(16, 32), Rewrite()
@@ -94,9 +105,10 @@ def test_every_spelling_finds_a_weight_that_is_computed_from_weights(product: st
     assert (match.module_type, match.products[0].rhs_is_weight) == ("linear", True)
 
 
-def test_what_is_computed_from_an_input_or_by_a_product_is_no_weight() -> None:
+def test_what_is_computed_from_an_input_or_projected_is_no_weight() -> None:
+    """A table of positions that a layer projects is an activation, by which queries are multiplied."""
     w, backend = nn.Parameter(torch.randn(32, 32)), Rewrite()
-    torch.compile(lambda x: x @ (w * x.sum()) + x @ (w @ w), backend=backend)(torch.randn(16, 32))
+    torch.compile(lambda x: x @ (w * x.sum()) + x @ F.linear(w, w), backend=backend)(torch.randn(16, 32))
     assert sorted(match.module_type for match in backend.found) == ["linear", "matmul", "matmul"]
 
 

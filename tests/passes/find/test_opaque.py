@@ -110,6 +110,7 @@ SOLVERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linalg_solve_triangular": lambda x, w: torch.linalg.solve_triangular(w, x, upper=False),
     "cholesky_solve": lambda x, w: torch.cholesky_solve(x, w),
     "matrix_exp": lambda x, w: torch.matrix_exp(w) + x.sum(),
+    "linalg_householder_product": lambda x, w: torch.linalg.householder_product(w[:, :2], w[0, :2]) + x.sum(),
 }
 
 
