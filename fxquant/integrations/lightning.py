@@ -14,13 +14,16 @@ except ImportError:
     from pytorch_lightning import Callback
 
 from fxquant.backend.model import load_state_dict, report, state_dict
+from fxquant.backend.options import Options
 from fxquant.backend.repeated import compile_blocks
-from fxquant.errors import FxQuantWarning, OptionError, tell
+from fxquant.checks import checked
+from fxquant.errors import ArgumentError, FxQuantWarning, OptionError, tell
 from fxquant.recipes import Recipe
 
 log = logging.getLogger(__name__)
 
 
+@checked(ArgumentError)
 class QuantizationCallback(Callback):  # type: ignore[misc]
     """Has a Trainer train the models in a LightningModule quantized, and keeps the state in the Trainer's checkpoints.
 
@@ -30,10 +33,14 @@ class QuantizationCallback(Callback):  # type: ignore[misc]
     place, as `fxquant.compile_blocks` does with these `options`; without names each direct child with parameters.
     The report's first line goes to this module's logger after the first step.
 
-    Raises RecipeError and OptionError as `compile_blocks` does, and OptionError where nothing is there to compile.
+    Raises RecipeError and OptionError at once, as `compile_blocks` does, and OptionError where nothing is there to
+    compile.
     """
 
     def __init__(self, recipe: Recipe | str, *, modules: Iterable[str] = (), **options: Any) -> None:
+        Options.of({**options, "recipe": recipe})
+        if not isinstance(modules, Iterable) or not all(isinstance(name, str) for name in modules):
+            raise OptionError("modules are the names of modules in the LightningModule: modules=['encoder', 'head']")
         self.recipe = recipe
         self.modules = [modules] if isinstance(modules, str) else [*modules]
         self.options = options

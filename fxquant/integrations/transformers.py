@@ -16,13 +16,16 @@ from transformers.trainer_callback import ExportableState
 
 from fxquant.backend.backend import Backend
 from fxquant.backend.model import load_state_dict, report, state_dict
-from fxquant.errors import FxQuantWarning, OptionError, tell
+from fxquant.backend.options import Options, check_keywords
+from fxquant.checks import checked
+from fxquant.errors import ArgumentError, FxQuantWarning, OptionError, tell
 from fxquant.files import write_whole
 from fxquant.recipes import Recipe
 
 log = logging.getLogger(__name__)
 
 
+@checked(ArgumentError)
 class QuantizationCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Has a Trainer train its model quantized, and keeps the quantization's state in the Trainer's checkpoints.
 
@@ -33,13 +36,16 @@ class QuantizationCallback(TrainerCallback, ExportableState):  # type: ignore[mi
     are several, and a run that is resumed takes it from there. The report's first line goes to this module's logger and
     into the Trainer's ``log_history`` after the first step.
 
-    Raises RecipeError and OptionError as `Backend` does, and OptionError for ``TrainingArguments(torch_compile=True)``,
-    which would compile the model a second time.
+    Raises RecipeError and OptionError at once, as `Backend` does, and OptionError for
+    ``TrainingArguments(torch_compile=True)``, which would compile the model a second time.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, **options: Any) -> None:
         if recipe is None and options:
             raise OptionError(f"{', '.join(options)}: options are those of a recipe, which is missing")
+        if recipe is not None:
+            check_keywords(options, "QuantizationCallback")
+            Options.of({**{name: value for name, value in options.items() if name != "mode"}, "recipe": recipe})
         self.recipe = recipe
         self.options = options
         self.run = ""

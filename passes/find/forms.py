@@ -98,6 +98,8 @@ def read_form(site: Site, form: str, tensors: Sequence[fx.Node]) -> Match | None
     args, kwargs = arguments_of(site.node, form)
     try:
         bound = inspect.signature(FORMS[form]).bind(site, *args, **kwargs)
+        if "out" in kwargs:  # forms that take further factors by name do not refuse it
+            raise TypeError("got an unexpected keyword argument 'out'")
     except TypeError as error:
         lhs, rhs, skip = tensors[0], tensors[-1], (SkipReason.UNSUPPORTED_FORM, str(error))
         return refused(site, "matmul", lhs, rhs, site.is_weight(rhs), skip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import fxquant
-from fxquant import FxQuantWarning, OptionError
+from fxquant import FxQuantError, FxQuantWarning, OptionError
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -149,3 +150,21 @@ def test_each_recipe_is_a_backend_by_name() -> None:
     assert fxquant.report(compiled).recipe == "mxfp8" and fxquant.report(model).coverage == 1
     with pytest.raises(OptionError, match="'fxquant-mxfp8' names its recipe"):
         fxquant.backend.mxfp8.backend(options={"recipe": "nvfp4"})
+
+
+@pytest.mark.parametrize("package", ["transformers", "lightning"])
+def test_wrong_arguments_are_told_when_the_callback_is_made(package: str) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    callback = importlib.import_module(f"fxquant.integrations.{package}").QuantizationCallback
+    for call, said in (
+        (lambda: callback("mxpf8"), "did you mean 'mxfp8'"),
+        (lambda: callback(3), "a recipe is a Recipe or one of"),
+        (lambda: callback("mxfp8", iner="aot_eager"), "did you mean 'inner'"),
+        (lambda: callback("mxfp8", inner="tvm"), "inner must be"),
+        (lambda: callback("mxfp8", "nvfp4"), "takes 1 argument by position"),
+        (lambda: callback("mxfp8", modules=3), "modules"),
+    ):
+        with pytest.raises(FxQuantError, match=said):
+            call()
+    with pytest.raises(AttributeError, match=r"integrations\.transformers and .*lightning have a QuantizationCallback"):
+        _ = importlib.import_module("fxquant.integrations").QuantizationCallback

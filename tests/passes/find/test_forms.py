@@ -37,3 +37,20 @@ def test_keywords_are_those_of_the_operator(name: str) -> None:
     function, shapes = KEYWORDS[name]
     (match,) = check(Calls(function), [randn(*shape) for shape in shapes], Rewrite()).found
     assert (match.form, match.emit is None) == (name, name in ("mv", "dot"))
+
+
+def test_products_that_write_into_a_given_tensor_are_told_and_left() -> None:
+    x, w, b, stack = torch.randn(5, 24), torch.randn(24, 40), torch.randn(5, 40), torch.randn(3, 24, 24)
+
+    def function() -> list[torch.Tensor]:
+        return [
+            torch.addmm(b, x, w, out=torch.empty(5, 40)),
+            torch.addmm(b, x, w, alpha=2, out=torch.empty(5, 40)),
+            torch.baddbmm(stack, stack, stack, out=torch.empty(3, 24, 24)),
+            torch.addmv(b[:, 0], x, w[:, 0], out=torch.empty(5)),
+        ]
+
+    backend = Rewrite()
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(function, backend=backend)(), function())
+    assert len(backend.found) == 4 and all("'out'" in str(match.skip) for match in backend.found)
