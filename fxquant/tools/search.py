@@ -381,7 +381,10 @@ class _Search:
             middle = (low + high) // 2
             within = self._is_within(self.way.along(steps[:middle]))
             low, high = (middle, high) if within else (low, middle)
-        choices = [self.way.along(steps[:k]) for k in dict.fromkeys((low, low * 3 // 4, low // 2))]
+        least = min(low, sum(step.first >= OUTLIER for step in steps))  # outliers come first, and stay protected
+        choices = [
+            self.way.along(steps[:k]) for k in dict.fromkeys((low, max(least, low * 3 // 4), max(least, low // 2)))
+        ]
         uniform = [self.space.mended(self._uniform(i)) for i in range(len(self.recipes))]
         choices += filter(self._is_within, uniform)
         best = choices[0]

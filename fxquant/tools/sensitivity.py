@@ -37,7 +37,7 @@ class Sensitivity:
     `losses` has what the loss would grow by, of operands of the forward whose product has a gradient. `errors` has the
     relative errors of their products, the largest of all steps, and `squares` the sums of their squares. Of experts,
     whose products probes do not compare, errors are those of the operand itself. `steps` has what was lost in each
-    step.
+    step, of several products of a layer, as experts have, in that whose elements lose most.
     """
 
     losses: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
@@ -48,7 +48,7 @@ class Sensitivity:
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], matmuls: frozenset[str] = frozenset()) -> Sensitivity:
         """The effects that the rows of a probe tell of; layers of `matmuls` multiply two inputs."""
-        result = cls()
+        result, ends = cls(), dict[Key, Any]()
         for row in rows:
             if not row["whatif"]:
                 continue
@@ -57,7 +57,12 @@ class Sensitivity:
             error = row["product_error"] if row["product_error"] is not None else noise(row["sqnr"])
             result.errors[key] = max(result.errors[key], error)
             result.squares[key] += error**2
-            result.steps[key].append(Seen.of(row))
+            steps, step = result.steps[key], row.get("step")
+            if step is None or ends.get(key) != step:
+                steps.append(Seen.of(row))
+            else:
+                steps[-1] = max(steps[-1], Seen.of(row), key=lambda one: one.elements)
+            ends[key] = step
             if row.get("loss_change") is not None:
                 result.losses[key] += row["loss_change"]
         return result
@@ -142,7 +147,7 @@ def from_json(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: float(x) if x in ("inf", "-inf") else x for name, x in row.items()} for row in rows]
 
 
-_KEPT = ("layer", "role", "direction", "candidate", "whatif", *_STATISTICS)
+_KEPT = ("step", "layer", "role", "direction", "candidate", "whatif", *_STATISTICS)
 
 
 def _text_of(value: Any) -> Any:

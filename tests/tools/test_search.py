@@ -233,6 +233,18 @@ def test_candidates_are_unfit_where_more_is_lost_than_usual() -> None:
     assert unfit(Sensitivity.of(rows))[Operand("head", "grad_output", "rowwise"), 0] == 2
 
 
+def test_of_several_products_of_a_layer_the_one_that_loses_most_counts() -> None:
+    """Experts have two of a name in each step."""
+    names = {"layer": "experts", "role": "input", "direction": "rowwise", "candidate": "0", "whatif": True}
+    rows = [
+        {**names, "step": step, "product_error": None, "sqnr": 20.0, "relative_error": elements}
+        for step in (0, 7)
+        for elements in (0.5, 0.3)
+    ]
+    (steps,) = Sensitivity.of(rows).steps.values()
+    assert [one.elements for one in steps] == [0.5, 0.5]
+
+
 def test_large_rows_of_a_gradient_count_where_they_begin() -> None:
     """They hide others in columns; layers before inherit them, none if one behind has a tail."""
     layers, large = [f"{i}.up" for i in range(6)], range(4)
