@@ -134,7 +134,7 @@ def weight_only_direct(facts: GemmFacts) -> str:
     k, n = facts.k, facts.n
     assert isinstance(k, int) and isinstance(n, int)
     row_bytes = k // 2 if one_sided_limits.is_packed(facts.b) else k
-    if one_sided_limits.is_vector(facts.m, row_bytes, facts.b):
+    if one_sided_limits.is_vector(facts.m, row_bytes, facts.b) and row_bytes <= one_sided_limits.VECTOR_BYTES:
         return "one row is a matrix-vector product"
     tiles = one_sided_limits.Direct.of(facts.most_rows, n, row_bytes, facts.b)
     return "" if tiles else "Triton's own kernel is the faster one for these sizes, or takes them alone"

@@ -4,13 +4,16 @@
 What `fxquant.kernels.linear.triton_weight_only` computes, with less between memory and tensor cores. `mma.sync` has a
 lane hold, of a row, two elements here and two there of 16 that are multiplied at a time. But K may be summed in any
 order: a lane reads 16 bytes of a row of the weight side by side, and says that these are its elements of several such
-products; of x it reads the same columns. So the weight goes from memory to registers in whole sectors, and nothing
-through shared memory but sums. The layout of registers is that of the instruction, which Triton does not promise for
-its own tensors; therefore Gluon.
+products; of x it reads the same columns. The layout of registers is that of the instruction, which Triton does not
+promise for its own tensors; therefore Gluon.
 
-Tensors are [TILES, WN, WK, 32 lanes, 4 words]: WN warps side by side have TILES tiles of 16 rows of the weight each, WK
-share K. Lane l has rows l // 4 and l // 4 + 8 of a tile; of K, 16 bytes from (l % 4) * 16 on in each of PIECES pieces
-of 64.
+Each multiprocessor has as many programs as any other, of which each has its share of the weight's tiles of 16 rows,
+one more or less. The warps of a program share K in pieces of 64 bytes of a row, side by side. A step of a warp is a
+piece of a tile, and x is read once for the steps of all tiles. What a step reads comes into a queue of the warp's own
+in shared memory, DEPTH - 1 steps ahead, and into registers one step ahead: no warp waits for another before the end.
+
+Tensors are [1, 1, WK warps, 32 lanes, 4 words]. Lane l has rows l // 4 and l // 4 + 8 of a tile; of K, 16 bytes from
+(l % 4) * 16 on in each piece.
 
 A kernel that is launched `EARLY` reads the weight's elements and block scales before it waits for the kernel before it.
 Those that let it in before they have ended are `EARLY` themselves, here, in `triton_weight_only` and `triton_few_rows`.
@@ -72,13 +75,17 @@ def _decode_nvfp4() -> str:
 
 
 def _mma(fragments: list[tuple[int, int, int, int, int, int]], c: int) -> str:
-    """Products m16n8k16 one after another: $0 to $3 become $c to $(c + 3) and the sum of all."""
-    text, sums = "", ", ".join(f"${c + i}" for i in range(4))
-    for *a, b0, b1 in fragments:
-        rows = ", ".join(f"${i}" for i in a)
-        text += "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, "
-        text += f"{{{rows}}}, {{${b0}, ${b1}}}, {{{sums}}};\n"
-        sums = "$0, $1, $2, $3"
+    """Products m16n8k16: $0 to $3 become $c to $(c + 3) and the sum of every other, $4 to $7 the sum of those between.
+
+    One sum would have each product wait for the one before it.
+    """
+    text = ""
+    sums = [", ".join(f"${c + i}" for i in range(4)), ", ".join(["0f00000000"] * 4)]
+    for i, (*a, b0, b1) in enumerate(fragments):
+        out, rows = ("$0, $1, $2, $3", "$4, $5, $6, $7")[i % 2], ", ".join(f"${i}" for i in a)
+        text += f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{out}}}, {{{rows}}}, {{${b0}, ${b1}}}, "
+        text += f"{{{sums[i % 2]}}};\n"
+        sums[i % 2] = out
     return text
 
 
@@ -86,13 +93,13 @@ _DECODE_FP8, _DECODE_NVFP4 = gl.constexpr(_decode_fp8()), gl.constexpr(_decode_n
 _ORDER = gl.constexpr("""prmt.b32 $0, $4, $6, 0x5410; prmt.b32 $1, $4, $6, 0x7632;
 prmt.b32 $2, $5, $7, 0x5410; prmt.b32 $3, $5, $7, 0x7632;""")
 """8 elements of x in pairs (0, 1), (2, 3), (4, 5), (6, 7) become (0, 4), (1, 5), (2, 6), (3, 7)."""
-_MMA_FP8 = gl.constexpr(_mma([(4 + i, 12 + i, 8 + i, 16 + i, 20 + 2 * i, 21 + 2 * i) for i in range(4)], 28))
-"""The words of a row are decoded to $4 to $11, those of the row 8 below to $12 to $19; those of x are $20 to $27."""
+_MMA_FP8 = gl.constexpr(_mma([(8 + i, 16 + i, 12 + i, 20 + i, 24 + 2 * i, 25 + 2 * i) for i in range(4)], 32))
+"""The words of a row are decoded to $8 to $15, those of the row 8 below to $16 to $23; those of x are $24 to $31."""
 _MMA_NVFP4 = gl.constexpr(_mma(
-    [(4 + j + i, 20 + j + i, 8 + j + i, 24 + j + i, 36 + 4 * i + j // 4, 37 + 4 * i + j // 4)
-     for i in range(4) for j in (0, 8)], 52,
+    [(8 + j + i, 24 + j + i, 12 + j + i, 28 + j + i, 40 + 4 * i + j // 4, 41 + 4 * i + j // 4)
+     for i in range(4) for j in (0, 8)], 56,
 ))  # fmt: skip
-"""The words of a row are decoded to $4 to $19, those of the row 8 below to $20 to $35; x in its order is $36 to $51."""
+"""The words of a row are decoded to $8 to $23, those of the row 8 below to $24 to $39; x in its order is $40 to $55."""
 
 
 def _registers(kind: str, results: int, words: int, floats: int = 0) -> str:
@@ -103,40 +110,105 @@ def _registers(kind: str, results: int, words: int, floats: int = 0) -> str:
 _OF_DECODE_FP8, _OF_DECODE_NVFP4, _OF_ORDER = (
     gl.constexpr(_registers("r", results, words)) for results, words in ((8, 4), (16, 8), (4, 4))
 )
-_OF_MMA_FP8, _OF_MMA_NVFP4 = (gl.constexpr(_registers("f", 4, words, 4)) for words in (24, 48))
+_OF_MMA_FP8, _OF_MMA_NVFP4 = (gl.constexpr(_registers("f", 8, words, 4)) for words in (24, 48))
+
+
+@gluon.constexpr_function
+def _reserve(size):
+    return f"{{ .shared .align 16 .b8 queue[{size}]; mov.u32 $0, queue; }}"
+
+
+@gluon.constexpr_function
+def _copy(kind, size, at):
+    """Copies `size` bytes from $2 to the shared memory at $1 + `at` if $3 is not 0."""
+    copy = f"cp.async.{kind}.shared.global.L2::128B [$1+{at}], [$2], {size};"
+    return f"{{ .reg .pred p; setp.ne.s32 p, $3, 0; @p {copy} mov.u32 $0, 0; }}"
+
+
+@gluon.constexpr_function
+def _wait(groups):
+    """Waits until at most the last `groups` of copies are under way, of every lane of the warp."""
+    return f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff; // $0"
+
+
+@gluon.constexpr_function
+def _read(kind, results, address, at):
+    return f"ld.shared.{kind} {results}, [{address}+{at}];"
+
+
+@gluon.constexpr_function
+def _write(at):
+    nothing = "".join(f"mov.u32 ${i}, 0;" for i in range(4))
+    return f"st.shared.v4.f32 [$4+{at}], {{$8, $9, $10, $11}}; {nothing}"
 
 
 @gluon.jit
-def _weights(w, below, PIECES: gl.constexpr):
-    """Loads the words of each piece of a lane's row, and of the row 8 below, `below` words further on."""
-    words = ()
-    for c in gl.static_range(PIECES):
-        words += (
-            gl.load(w + c * 16, eviction_policy="evict_first"),
-            gl.load(w + below + c * 16, eviction_policy="evict_first"),
-        )
-    return words
+def _run(text: gl.constexpr):
+    """Runs an instruction for what it does; returns a number if it writes one."""
+    return gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _scales(blocks, below, PIECES: gl.constexpr, PACKED: gl.constexpr):
-    """Loads the two scales of each piece likewise, one number."""
-    pairs = ()
+def _copied(text: gl.constexpr, to, source, wanted):
+    gl.inline_asm_elementwise(text, "=r,r,l,r", [to, source, wanted], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _ask(wanted, slot, queue, w, blocks, w_row, PACKED: gl.constexpr):
+    """Has a step's words of a lane's row of the weight copied, of the row 8 below, and scales; a group, maybe empty."""
+    _copied(_copy("cg", 16, 0), queue[0] + slot, w, wanted)
+    _copied(_copy("cg", 16, 512), queue[0] + slot, w + 8 * w_row, wanted)
     if PACKED:
-        for c in gl.static_range(PIECES):
-            pairs += (gl.load(blocks + c * 4), gl.load(blocks + below + c * 4))
-    return pairs
+        _copied(_copy("ca", 4, 1024), queue[1] + slot, blocks, wanted)
+    _run("cp.async.commit_group; // $0")
 
 
 @gluon.jit
-def _tokens(x, offset, GROUPS: gl.constexpr, PIECES: gl.constexpr, QUADS: gl.constexpr):
-    """Loads the same columns of x, QUADS times four words for each piece of each of GROUPS groups of 8 rows."""
+def _words(at, PLACE: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        _read("v4.b32", "{$0, $1, $2, $3}", "$4", PLACE), "=r,=r,=r,=r,r,r,r,r", [at], dtype=gl.int32, is_pure=False,
+        pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pair(at, PLACE: gl.constexpr):
+    """Reads two scales as one number."""
+    pair = gl.inline_asm_elementwise(
+        _read("u16", "$0", "$1", PLACE), "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    return pair.expand_dims(4)
+
+
+@gluon.jit
+def _step(slot, words_at, pairs_at, PACKED: gl.constexpr):
+    """Reads what `_ask` had copied: the words of both rows, and their scales."""
+    step = (_words(words_at + slot, 0), _words(words_at + slot, 512))
+    if PACKED:
+        step += (_pair(pairs_at + slot, 1024), _pair(pairs_at + slot, 1088))
+    return step
+
+
+@gluon.jit
+def _tokens(x, offset, GROUPS: gl.constexpr, QUADS: gl.constexpr):
+    """Loads a piece's columns of x, QUADS times four words of each of GROUPS groups of 8 rows."""
     words = ()
     for t in gl.static_range(GROUPS):
-        for c in gl.static_range(PIECES):
-            for i in gl.static_range(QUADS):
-                words += (gl.load(x[t] + (offset + (c * 16 * QUADS + 4 * i))),)
+        for i in gl.static_range(QUADS):
+            words += (gl.load(x[t] + (offset + 4 * i)),)
     return words
+
+
+@gluon.jit
+def _ordered(words, COUNT: gl.constexpr, PACKED: gl.constexpr):
+    """Returns what `_tokens` loaded in the order of the weight's decoded elements."""
+    ordered = ()
+    for i in gl.static_range(COUNT):
+        if PACKED:
+            ordered += (gl.inline_asm_elementwise(_ORDER, _OF_ORDER, [words[i]], dtype=gl.int32, is_pure=True, pack=4),)
+        else:
+            ordered += (words[i],)
+    return ordered
 
 
 @gluon.jit
@@ -149,46 +221,35 @@ def _fp8_values(words):
 @gluon.jit
 def _nvfp4_values(words, pair):
     return gl.inline_asm_elementwise(
-        _DECODE_NVFP4, _OF_DECODE_NVFP4, [words, pair.to(gl.int32)], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True, pack=4,
+        _DECODE_NVFP4, _OF_DECODE_NVFP4, [words, pair], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True,
+        pack=4,
     )  # fmt: skip
 
 
 @gluon.jit
-def _ordered(words):
-    return gl.inline_asm_elementwise(_ORDER, _OF_ORDER, [words], dtype=gl.int32, is_pure=True, pack=4)
-
-
-@gluon.jit
-def _products(sums, w, pairs, x, GROUPS: gl.constexpr, PIECES: gl.constexpr, PACKED: gl.constexpr):
-    """Adds to the sums of each group of 8 rows of x the products of what `_weights`, `_scales` and `_tokens` loaded."""
-    for c in gl.static_range(PIECES):
+def _products(sums, step, x, FIRST: gl.constexpr, GROUPS: gl.constexpr, PACKED: gl.constexpr):
+    """Returns the sums from FIRST on, one for each group of 8 rows of x, with the products of a step."""
+    out = ()
+    if PACKED:
+        a0, a1, a2, a3 = _nvfp4_values(step[0], step[2])
+        b0, b1, b2, b3 = _nvfp4_values(step[1], step[3])
+    else:
+        a0, a1 = _fp8_values(step[0])
+        b0, b1 = _fp8_values(step[1])
+    for t in gl.static_range(GROUPS):
         if PACKED:
-            a0, a1, a2, a3 = _nvfp4_values(w[2 * c], pairs[2 * c])
-            b0, b1, b2, b3 = _nvfp4_values(w[2 * c + 1], pairs[2 * c + 1])
+            more, others = gl.inline_asm_elementwise(
+                _MMA_NVFP4, _OF_MMA_NVFP4,
+                [a0, a1, a2, a3, b0, b1, b2, b3, x[4 * t], x[4 * t + 1], x[4 * t + 2], x[4 * t + 3], sums[FIRST + t]],
+                dtype=(gl.float32, gl.float32), is_pure=True, pack=4,
+            )  # fmt: skip
         else:
-            a0, a1 = _fp8_values(w[2 * c])
-            b0, b1 = _fp8_values(w[2 * c + 1])
-        out = ()
-        for t in gl.static_range(GROUPS):
-            if PACKED:
-                x0 = _ordered(x[(t * PIECES + c) * 4])
-                x1 = _ordered(x[(t * PIECES + c) * 4 + 1])
-                x2 = _ordered(x[(t * PIECES + c) * 4 + 2])
-                x3 = _ordered(x[(t * PIECES + c) * 4 + 3])
-                more = gl.inline_asm_elementwise(
-                    _MMA_NVFP4, _OF_MMA_NVFP4, [a0, a1, a2, a3, b0, b1, b2, b3, x0, x1, x2, x3, sums[t]],
-                    dtype=gl.float32, is_pure=True, pack=4,
-                )  # fmt: skip
-            else:
-                x0 = x[(t * PIECES + c) * 2]
-                x1 = x[(t * PIECES + c) * 2 + 1]
-                more = gl.inline_asm_elementwise(
-                    _MMA_FP8, _OF_MMA_FP8, [a0, a1, b0, b1, x0, x1, sums[t]], dtype=gl.float32, is_pure=True, pack=4
-                )
-            out += (more,)
-        sums = out
-    return sums
+            more, others = gl.inline_asm_elementwise(
+                _MMA_FP8, _OF_MMA_FP8, [a0, a1, b0, b1, x[2 * t], x[2 * t + 1], sums[FIRST + t]],
+                dtype=(gl.float32, gl.float32), is_pure=True, pack=4,
+            )  # fmt: skip
+        out += (more + others,)
+    return out
 
 
 @gluon.jit
@@ -207,76 +268,57 @@ def _epilogue(y, other, EPILOGUE: gl.constexpr):
 
 
 @gluon.jit
-def _all_products(
-    sums, ahead, w, blocks, x, w_row, s_row, steps, PACKED: gl.constexpr, GROUPS: gl.constexpr, PIECES: gl.constexpr,
-    W_STEP: gl.constexpr, UNROLLED: gl.constexpr,
-):  # fmt: skip
-    """Adds the products of all steps, W_STEP words apart, to `sums`. What a step reads is asked for in the one before.
+def _added(at, WK: gl.constexpr, APART: gl.constexpr):
+    """Adds what the warps left at `at`, each APART bytes behind the one before."""
+    out = _floats(at, 0)
+    for i in gl.static_range(1, WK):
+        out = out + _floats(at, i * APART)
+    return out
 
-    `ahead` is what the first reads. UNROLLED steps take turns with two sets of registers, which are never copied.
-    """
-    QUADS: gl.constexpr = 4 if PACKED else 2
-    ws, ss, xs = ahead
-    if UNROLLED:
-        for half in range(0, (steps - 1) // 2):
-            at = half * (2 * W_STEP) + W_STEP
-            ws2 = _weights(w + at, 8 * w_row, PIECES)
-            ss2 = _scales(blocks + at // 4, 8 * s_row, PIECES, PACKED)
-            xs2 = _tokens(x, at * QUADS, GROUPS, PIECES, QUADS)
-            sums = _products(sums, ws, ss, xs, GROUPS, PIECES, PACKED)
-            at += W_STEP
-            ws = _weights(w + at, 8 * w_row, PIECES)
-            ss = _scales(blocks + at // 4, 8 * s_row, PIECES, PACKED)
-            xs = _tokens(x, at * QUADS, GROUPS, PIECES, QUADS)
-            sums = _products(sums, ws2, ss2, xs2, GROUPS, PIECES, PACKED)
-        if steps % 2 == 0:
-            at = (steps - 1) * W_STEP
-            ws2 = _weights(w + at, 8 * w_row, PIECES)
-            ss2 = _scales(blocks + at // 4, 8 * s_row, PIECES, PACKED)
-            xs2 = _tokens(x, at * QUADS, GROUPS, PIECES, QUADS)
-            sums = _products(sums, ws, ss, xs, GROUPS, PIECES, PACKED)
-            sums = _products(sums, ws2, ss2, xs2, GROUPS, PIECES, PACKED)
-        else:
-            sums = _products(sums, ws, ss, xs, GROUPS, PIECES, PACKED)
-    else:
-        for step in range(1, steps):
-            at = step * W_STEP
-            ws2 = _weights(w + at, 8 * w_row, PIECES)
-            ss2 = _scales(blocks + at // 4, 8 * s_row, PIECES, PACKED)
-            xs2 = _tokens(x, at * QUADS, GROUPS, PIECES, QUADS)
-            sums = _products(sums, ws, ss, xs, GROUPS, PIECES, PACKED)
-            ws = ws2
-            ss = ss2
-            xs = xs2
-        sums = _products(sums, ws, ss, xs, GROUPS, PIECES, PACKED)
-    return sums
+
+@gluon.jit
+def _floats(at, PLACE: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        _read("v4.f32", "{$0, $1, $2, $3}", "$4", PLACE), "=f,=f,=f,=f,r,r,r,r", [at], dtype=gl.float32, is_pure=False,
+        pack=4,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _store(
-    sums, n, lane, word, scale, added, other, y, M, N, HAS_BIAS: gl.constexpr, EPILOGUE: gl.constexpr,
-    GROUPS: gl.constexpr,
+    sums, shared, words_at, n, mine, wk, lane, word, scale, added, other, y, M, N, HAS_BIAS: gl.constexpr,
+    EPILOGUE: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, WK: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    """Adds the sums of the warps that share K and stores them, times `scale`, plus `added`, through an EPILOGUE.
+    """Adds the sums of the warps and stores them, times `scale`, plus `added`, through an EPILOGUE; a warp has a tile.
 
-    Of a lane's four sums two are of its upper row of the weight `n`, by two rows of x.
+    Of a lane's four sums two are of its upper row of the weight `n`, by two rows of x. `mine` says that the tile is one
+    of the program's share.
     """
-    n = gl.max(n, 2)
-    scale = gl.max(scale, 2)
-    added = gl.max(added, 2)
+    gl.static_assert((TILES <= WK) & (TILES * 512 <= APART))
+    at = shared + (gl.minimum(wk, TILES - 1) * 512 + lane * 16 + word * 0)
+    _run("cp.async.wait_all; bar.warp.sync 0xffffffff; // $0")
     for t in gl.static_range(GROUPS):
-        m = gl.max(t * 8 + lane % 4 * 2 + word % 2, 2)
+        if t > 0:
+            _run("bar.sync 0; // $0")
+        for i in gl.static_range(TILES):
+            gl.inline_asm_elementwise(
+                _write(512 * i), "=r,=r,=r,=r,r,r,r,r,f,f,f,f", [words_at, sums[i * GROUPS + t]], dtype=gl.int32,
+                is_pure=False, pack=4,
+            )  # fmt: skip
+        _run("bar.sync 0; // $0")
+        m = t * 8 + lane % 4 * 2 + word % 2
+        stored = (m < M) & mine
         place = m * N + n
-        out = gl.sum(sums[t], 2) * scale
+        out = _added(at, WK, APART) * scale
         if HAS_BIAS:
             out = out + added
         out = out.to(y.dtype.element_ty)
         if EPILOGUE != _NONE:
             more = out.to(gl.float32)
             if EPILOGUE <= _SILU_MUL:
-                more = gl.load(other + place, mask=m < M, other=0.0).to(gl.float32)
+                more = gl.load(other + place, mask=stored, other=0.0).to(gl.float32)
             out = _epilogue(out.to(gl.float32), more, EPILOGUE).to(y.dtype.element_ty)
-        gl.store(y + place, out, mask=m < M)
+        gl.store(y + place, out, mask=stored)
 
 
 @gluon.jit(
@@ -285,17 +327,15 @@ def _store(
 def direct_kernel(
     x, w, blocks, w_scale, bias, other, y, M, N, UNITS,
     FACTOR: gl.constexpr, PACKED: gl.constexpr, BY_ROW: gl.constexpr, HAS_BIAS: gl.constexpr, EPILOGUE: gl.constexpr,
-    GROUPS: gl.constexpr, TILES: gl.constexpr, PIECES: gl.constexpr, WN: gl.constexpr, WK: gl.constexpr,
-    UNROLLED: gl.constexpr, EARLY: gl.constexpr,
+    GROUPS: gl.constexpr, TILES: gl.constexpr, WK: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Computes 16 x TILES x WN columns of y [M, N], M up to 8 x GROUPS, N a multiple of the columns.
+    """Computes a program's share of the N / 16 tiles of columns of y [M, N], at most TILES; M is up to 8 x GROUPS.
 
     x and w are words of four bytes, w [N, 16 x UNITS]; `blocks` has pairs of e4m3 scales, [N, 4 x UNITS], if PACKED.
-    UNITS is a multiple of PIECES x WK. Sums are multiplied by FACTOR and the weight's scales of its tensor or rows.
+    UNITS is a multiple of WK. Sums are multiplied by FACTOR and the weight's scales of its tensor or rows.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, WN, WK, 1, 1], [4, 3, 2, 1, 0])
-    IN_4: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    IN_3: gl.constexpr = gl.SliceLayout(0, IN_4)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, WK, 1, 1], [4, 3, 2, 1, 0])
+    IN_3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))
     IN_2: gl.constexpr = gl.SliceLayout(0, IN_3)
     word = gl.arange(0, 4, gl.SliceLayout(0, IN_2))
     word = word.expand_dims(0).expand_dims(0).expand_dims(0).expand_dims(0)
@@ -303,45 +343,72 @@ def direct_kernel(
     lane = lane.expand_dims(1).expand_dims(0).expand_dims(0).expand_dims(0)
     wk = gl.arange(0, WK, gl.SliceLayout(1, gl.SliceLayout(2, IN_3)))
     wk = wk.expand_dims(1).expand_dims(2).expand_dims(0).expand_dims(0)
-    wn = gl.arange(0, WN, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, IN_4))))
-    wn = wn.expand_dims(1).expand_dims(2).expand_dims(3).expand_dims(0)
-    tile = gl.arange(0, TILES, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, LAYOUT)))))
-    tile = tile.expand_dims(1).expand_dims(2).expand_dims(3).expand_dims(4)
-    W_STEP: gl.constexpr = 16 * PIECES * WK
     QUADS: gl.constexpr = 4 if PACKED else 2
+    SLOT: gl.constexpr = 1152 if PACKED else 1024
     w_row = UNITS * 16
     s_row = UNITS * 4
-    first = gl.program_id(0) * (16 * TILES * WN)
-    down = (wn * TILES + tile) * 16 + lane // 4
-    k = wk * (16 * PIECES) + lane % 4 * 4
-    w_at = w + first.to(gl.int64) * w_row + (down * w_row + (k + word))
-    s_at = blocks
+    pieces = UNITS // WK
+    first = gl.program_id(0) * (N // 16) // gl.num_programs(0)
+    tiles = (gl.program_id(0) + 1) * (N // 16) // gl.num_programs(0) - first
+    first *= 16
+    k = wk * 16 + lane % 4 * 4
+    shared = _run(_reserve(WK * DEPTH * SLOT))
+    of_warp = shared + (wk * (DEPTH * SLOT) + word * 0)
+    words_at = of_warp + lane * 16
+    w += first.to(gl.int64) * w_row + gl.max(lane // 4 * w_row + k + word * 0, 4)
+    pairs_at = words_at
+    queue = (gl.max(words_at, 4), gl.max(of_warp + lane * 4, 4))
     if PACKED:
-        s_at = blocks + first.to(gl.int64) * s_row + (down * s_row + (wk * (4 * PIECES) + lane % 4))
+        pairs_at = gl.max(of_warp + (lane // 4 * 8 + lane % 4 * 2), 4)
+        blocks += first.to(gl.int64) * s_row + gl.max(lane // 2 * s_row + wk * 4 + lane % 2 * 2 + word * 0, 4)
     x_at = ()
     for t in gl.static_range(GROUPS):
         m = gl.minimum(t * 8 + lane // 4, M - 1)
         x_at += (x + (m * (w_row * QUADS) + (k * QUADS + word)),)
     if EARLY:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-    ws = _weights(w_at, 8 * w_row, PIECES)
-    ss = _scales(s_at, 8 * s_row, PIECES, PACKED)
+        _run("griddepcontrol.launch_dependents; // $0")
+    for i in gl.static_range(DEPTH - 1):
+        _ask(
+            ((i // TILES < pieces) & (i % TILES < tiles)).to(gl.int32), i * SLOT, queue,
+            w + (i % TILES * 16 * w_row + i // TILES * (16 * WK)),
+            blocks + (i % TILES * 16 * s_row + i // TILES * (4 * WK)), w_row, PACKED,
+        )  # fmt: skip
     if EARLY:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    n = first + down + word // 2 * 8
-    scale = gl.load(w_scale + n) if BY_ROW else gl.load(w_scale + n * 0)
-    added = gl.load(bias + n).to(gl.float32) if HAS_BIAS else scale
+        _run("griddepcontrol.wait; // $0")
+    mine = wk < tiles
+    n = first + wk * 16 + lane // 4 + word // 2 * 8
+    scale = gl.load(w_scale + n, mask=mine, other=0.0) if BY_ROW else gl.load(w_scale + n * 0)
     sums = ()
-    for _ in gl.static_range(GROUPS):
-        sums += (gl.zeros([TILES, WN, WK, 32, 4], gl.float32, LAYOUT),)
-    xs = _tokens(x_at, 0, GROUPS, PIECES, QUADS)
-    ahead = (ws, ss, xs)
-    sums = _all_products(
-        sums, ahead, w_at, s_at, x_at, w_row, s_row, UNITS // (PIECES * WK), PACKED, GROUPS, PIECES, W_STEP, UNROLLED
-    )
-    _store(sums, n, lane, word, scale * FACTOR, added, other, y, M, N, HAS_BIAS, EPILOGUE, GROUPS)
+    for _ in gl.static_range(GROUPS * TILES):
+        sums += (gl.zeros([1, 1, WK, 32, 4], gl.float32, LAYOUT),)
+    xs = _tokens(x_at, 0, GROUPS, QUADS)
+    _run(_wait(DEPTH - 2))
+    now = _step(0, words_at, pairs_at, PACKED)
+    read = SLOT
+    ask = (DEPTH - 1) * SLOT
+    for piece in range(0, pieces):
+        ordered = _ordered(xs, GROUPS * QUADS, PACKED)
+        xs = _tokens(x_at, gl.minimum(piece + 1, pieces - 1) * (16 * WK * QUADS), GROUPS, QUADS)
+        more = ()
+        for t in gl.static_range(TILES):
+            later = piece + (t + DEPTH - 1) // TILES
+            _ask(
+                ((later < pieces) & ((t + DEPTH - 1) % TILES < tiles)).to(gl.int32), ask, queue,
+                w + ((t + DEPTH - 1) % TILES * 16 * w_row + later * (16 * WK)),
+                blocks + ((t + DEPTH - 1) % TILES * 16 * s_row + later * (4 * WK)), w_row, PACKED,
+            )  # fmt: skip
+            _run(_wait(DEPTH - 2))
+            ahead = _step(read, words_at, pairs_at, PACKED)
+            more += _products(sums, now, ordered, t * GROUPS, GROUPS, PACKED)
+            now = ahead
+            read = gl.where(read == (DEPTH - 1) * SLOT, 0, read + SLOT)
+            ask = gl.where(ask == (DEPTH - 1) * SLOT, 0, ask + SLOT)
+        sums = more
+    added = gl.load(bias + n, mask=mine, other=0.0).to(gl.float32) if HAS_BIAS else scale
+    _store(
+        sums, shared, words_at, n, mine, wk, lane, word, scale * FACTOR, added, other, y, M, N, HAS_BIAS, EPILOGUE,
+        GROUPS, TILES, WK, DEPTH * SLOT,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -352,11 +419,10 @@ def compiled(
 
     Whatever the sizes and where tensors lie it is the same, so that Triton need not look for it in each launch.
     """
-    warps = tiles.warps_n * tiles.warps_k
     with torch.cuda.device(device):
         return direct_kernel.warmup(
             torch.int32, torch.int32, torch.int16, *types, 0, 0, 0, *constants, *tiles, early, grid=(1,),
-            num_warps=warps, launch_pdl=early,
+            num_warps=tiles.warps, launch_pdl=early,
         )  # fmt: skip
 
 
@@ -377,7 +443,7 @@ def scaled_mm(
     kernel = compiled(x.device.index, tuple(tensor.dtype for tensor in read), constants, tiles, early)
     assert size_m <= 8 * tiles.groups and size_k == row_bytes * (2 if packed else 1)
     with torch.cuda.device(x.device):
-        kernel[(size_n // tiles.columns, 1, 1)](
+        kernel[(tiles.programs(size_n), 1, 1)](
             x, w, blocks, *read, size_m, size_n, row_bytes // 64, *constants, *tiles, early
         )
     return y

@@ -24,8 +24,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 _FEW_PROGRAMS = 2 * MULTIPROCESSORS
 """Programs that run at the same time in any case: two share a multiprocessor."""
 
-_LEAST_COLUMNS, _LEAST_BYTES, _MOST_BYTES = 2048, 1024, 1 << 27
-"""Rows of the weight and bytes of a row from which on, and bytes of FP8 up to which, `Direct` tiles are for it."""
+VECTOR_BYTES = 8192
+"""Bytes of a row of an FP8 weight up to which one row of x is multiplied as fast without tensor cores."""
+_LEAST_COLUMNS, _LEAST_BYTES = 1024, 1024
+"""Rows of the weight, and bytes of a row, from which on `Direct` is for it."""
 
 
 class _Tile(NamedTuple):
@@ -68,46 +70,40 @@ class Wide(_Tile):
 
 
 class Direct(NamedTuple):
-    """The tile of a program whose lanes read the weight as they multiply it (`fxquant.kernels.linear.gluon`).
+    """The share of a program whose lanes multiply the weight as it is stored (`fxquant.kernels.linear.gluon`).
 
-    Groups of 8 rows of x by tiles of 16 rows of the weight for each of `warps_n` warps, while `warps_k` share K, of
-    which each reads `pieces` of 64 bytes at a time; `unrolled`, two of them in turn.
+    `groups` of 8 rows of x by at most `tiles` of 16 rows of the weight, whose `warps` share K in pieces of 64 bytes;
+    what they read is asked for `depth` - 1 steps ahead.
     """
 
     groups: int
     tiles: int
-    pieces: int
-    warps_n: int
-    warps_k: int
-    unrolled: bool
-
-    @property
-    def columns(self) -> int:
-        """The rows of the weight."""
-        return 16 * self.tiles * self.warps_n
+    warps: int
+    depth: int
 
     @property
     def step(self) -> int:
         """The bytes of a row of the weight that its length must be a multiple of."""
-        return 64 * self.pieces * self.warps_k
+        return 64 * self.warps
+
+    def programs(self, size_n: int) -> int:
+        """The number of programs: as many on each multiprocessor, since the next kernel's come in where one is free."""
+        return MULTIPROCESSORS * -(-size_n // (16 * self.tiles * MULTIPROCESSORS))
 
     @classmethod
     def of(cls, rows: int, size_n: int, row_bytes: int, spec: QuantSpec) -> Direct | None:
         """The tiles where they are faster than `Tiles`, by the times in docs/measurements/decode.md; None elsewhere."""
-        packed = is_packed(spec)
-        if rows > 16 or size_n * row_bytes > _MOST_BYTES // (2 if packed else 1):
+        if rows > 16 or size_n % 16 or size_n < _LEAST_COLUMNS or row_bytes < _LEAST_BYTES:
             return None
-        if size_n < _LEAST_COLUMNS or row_bytes < _LEAST_BYTES:
-            return None
-        few, narrow = rows <= 8, size_n <= 16 * _FEW_PROGRAMS
-        groups = 1 if few else 2
-        if narrow:
-            tiles = cls(groups, 2, 1, 1, 8, False) if packed and not few else cls(groups, 1, 2, 1, 8, False)
-        elif packed and not few:
-            return None
-        else:
-            tiles = cls(groups, 1, 2, 4, 2, True) if packed or not few else cls(groups, 1, 2, 1, 4, True)
-        return None if size_n % tiles.columns or row_bytes % tiles.step else tiles
+        packed, groups = is_packed(spec), 1 if rows <= 8 else 2
+        # half the warps for half the tiles, in twice as many programs, where K has no whole pieces for more
+        warps, depth, most = (8, 5, 7 if packed else 4) if row_bytes % 512 == 0 else (4, 10, 4 if packed else 2)
+        needed = -(-size_n // (16 * MULTIPROCESSORS))
+        tiles = -(-needed // -(-needed // most))
+        if tiles == 2 and not packed and row_bytes % 1024 == 0:
+            warps, depth = 16, 3
+        share = cls(groups, tiles, warps, depth)
+        return None if row_bytes % share.step else share
 
 
 def is_packed(spec: QuantSpec) -> bool:

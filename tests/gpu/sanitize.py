@@ -25,8 +25,10 @@ from torch import Tensor
 
 from fxquant.compat.device import knows_gluon
 from fxquant.formats import QuantSpec
+from fxquant.kernels.attention import gluon_op as gluon_attention
 from fxquant.kernels.attention import triton_backward, triton_forward
 from fxquant.kernels.attention import triton_cast as triton_head_cast
+from fxquant.kernels.attention.choice import Scaling
 from fxquant.kernels.attention.scores import Scores
 from fxquant.kernels.cast import amax as triton_amax
 from fxquant.kernels.cast import reference, triton_cast
@@ -38,6 +40,7 @@ from fxquant.kernels.grouped.ops import grouped_scaled_mm
 from fxquant.kernels.linear import few_rows, triton_gemm, triton_weight_only
 from fxquant.kernels.linear import gluon_op as linear_gluon_op
 from fxquant.kernels.linear import triton_few_rows as triton_decode
+from fxquant.kernels.linear.few_rows import MULTIPROCESSORS
 from fxquant.kernels.linear.weight_only import Direct, is_packed
 from fxquant.kernels.state import triton as triton_delayed
 
@@ -81,6 +84,10 @@ ATTENTION: tuple[tuple[int, int, int, int, int, int, bool, str | None, Any, floa
     (1, 2, 2, 40, 50, 128, False, "seen", "block", 0.0),
     (1, 1, 1, 40, 50, 64, True, "added", None, 0.25),
 )
+ATTENTION_BY_WARPS: tuple[tuple[int, int, int, int, int, bool, Scaling], ...] = (
+    # B, H, Hkv, Sq, Sk, causal, scales
+    (1, 2, 1, 100, 77, False, "head"), (2, 2, 2, 300, 300, True, "tensor"), (1, 4, 2, 1, 130, True, "head"),
+)  # fmt: skip
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -196,8 +203,8 @@ def decode() -> Iterator[str]:
         if knows_gluon():
             from fxquant.kernels.linear import gluon
 
-            for m, tiles in ((1, Direct(1, 1, 2, 1, 4, True)), (9, Direct(2, 2, 1, 1, 8, False))):
-                k, n = 3 * tiles.step, 3 * tiles.columns
+            for m, tiles in ((1, Direct(1, 2, 4, 3)), (9, Direct(2, 3, 8, 5))):
+                k, n = 3 * tiles.step, 16 * (MULTIPROCESSORS + 5)  # some programs have two tiles
                 b = reference.quantize(noise(n, k * (2 if is_packed(spec) else 1)), spec)
                 x, bias, other = noise(m, k * (2 if is_packed(spec) else 1)), noise(n), noise(m, n)
                 gluon.scaled_mm(x, b, spec, bias, torch.bfloat16, tiles, "add", other, early=m == 1)
@@ -284,9 +291,24 @@ def attention() -> Iterator[str]:
         yield str(case)
 
 
+def attention_by_warps() -> Iterator[str]:
+    if not knows_gluon():
+        return
+    for case in ATTENTION_BY_WARPS:
+        batches, heads, kv_heads, queries, keys, causal, scaling = case
+        q, k, v = (noise(batches, *s, 128) for s in ((heads, queries), (kv_heads, keys), (kv_heads, keys)))
+        scores = Scores(causal=causal, scale=128**-0.5, mask=None, dropout=0.0, seed=None)
+        given = torch.ones(2, device=DEVICE).split(1) if scaling == "tensor" else ()
+        parts = triton_head_cast.quantize_qkv(q, k, v, scaling, *given)
+        operands = tuple(zip(parts[::2], parts[1::2], strict=True))
+        o, lse, _ = gluon_attention.forward(operands, scores, torch.bfloat16, scaling, record=True)
+        triton_backward.backward_by_warps(noise(*o.shape), operands, o, lse, scores, scaling)
+        yield f"{case} by warps"
+
+
 FAMILIES = {
     each.__name__: each
-    for each in (activations, attention, blocks, grouped, norms, casts, block_casts, gemm, decode)
+    for each in (activations, attention, attention_by_warps, blocks, grouped, norms, casts, block_casts, gemm, decode)
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Gluon for kernels without shared memory, in NumPy: the source of a kernel runs as Python, its instructions as here.
+"""Gluon for kernels that reach shared memory by instructions alone, in NumPy.
+
+The source of a kernel runs as Python, its instructions as here.
 
 A tensor has all elements of all lanes of all warps of a program. Of what an instruction takes, the last axis is the
 elements of a lane, the one before it the lanes.
@@ -164,12 +166,62 @@ WAITED: list[str] = []
 """A program's calls about the launch of others."""
 
 
+class Shared:
+    """A program's shared memory, which copies reach when a group of them is waited for."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(0, np.uint8)
+        self.copies: list[tuple[Any, Any]] = []
+        self.groups: list[list[tuple[Any, Any]]] = []
+
+    def run(self, text: str, arguments: list[Any]) -> Any:
+        """Runs what instructions do with the memory; returns what they read, or the memory's address."""
+        if reserved := re.search(r"queue\[(\d+)\]", text):
+            self.memory = np.full(int(reserved[1]), 0xA5, np.uint8)
+            return np.array(0).view(Array)
+        if text.startswith("cp.async.commit_group"):
+            self.groups.append(self.copies)
+            self.copies = []
+        elif waited := re.match(r"cp\.async\.wait_(?:group (\d+)|all); bar\.warp\.sync", text):
+            while len(self.groups) > int(waited[1] or 0):
+                for place, data in self.groups.pop(0):
+                    self.memory[place] = data
+        elif copy := re.search(r"@p cp\.async\.c[ag]\S+ \[\$1\+(\d+)\], \[\$2\], (\d+);", text):
+            to, source, wanted = arguments
+            self.copy(np.asarray(to) + int(copy[1]), source, np.asarray(wanted), int(copy[2]))
+        elif read := re.match(r"ld\.shared\.(u16|v4\.b32|v4\.f32) .*\[\$\d\+(\d+)\];", text):
+            places = np.asarray(arguments[0]) + int(read[2])
+            if read[1] == "u16":
+                return (self.memory[places] | self.memory[places + 1].astype(np.uint32) << 8).view(Array)
+            kind = np.uint32 if read[1] == "v4.b32" else np.float32
+            return self.memory[places[..., :1] + np.arange(16)].view(kind).view(Array)
+        elif written := re.match(r"st\.shared\.v4\.f32 \[\$4\+(\d+)\]", text):
+            places = np.asarray(arguments[0])[..., :1] + int(written[1]) + np.arange(16)
+            self.memory[places] = np.ascontiguousarray(arguments[1], np.float32).view(np.uint8)
+        else:
+            assert text.startswith("bar.sync 0;"), text
+        return None
+
+    def copy(self, to: Any, source: Pointer, wanted: Any, size: int) -> None:
+        memory, bytes_of = source.memory.view(np.uint8), np.arange(size)
+        at, to, wanted = np.broadcast_arrays(source.at, to, wanted != 0)
+        first, places = at[wanted][:, None] * source.memory.itemsize, to[wanted][:, None]
+        assert (first % size == 0).all() and (places % size == 0).all(), "not aligned"
+        assert ((first >= 0) & (first + bytes_of < memory.size)).all(), "outside of a tensor"
+        self.copies.append((places + bytes_of, memory[first + bytes_of]))
+
+
+SHARED = Shared()
+
+
 def inline_asm_elementwise(
     text: str, constraints: str, arguments: list[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     if text.startswith("griddepcontrol"):
         WAITED.append(text.split(";")[0].split(".")[1])
         return None
+    if re.search(r"shared|cp\.async|bar\.sync", text):
+        return SHARED.run(text, arguments)
     kinds = constraints.split(",")
     written = sum(kind.startswith("=&") for kind in kinds)
     assert pack == 4 and len(kinds) == written + 4 * len(arguments) and is_pure
@@ -189,25 +241,32 @@ def inline_asm_elementwise(
     return tuple(arrays) if isinstance(dtype, tuple) else arrays[0]
 
 
+def _asserted(holds: bool) -> None:
+    assert holds
+
+
 def _jit(*run: Any, **_: Any) -> Any:
     return run[0] if run else lambda function: function
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch, path: Path) -> ModuleType:
     """The module of a kernel in Gluon, whose functions are Python's."""
-    program = SimpleNamespace(at=0)
+    program = SimpleNamespace(at=0, count=1)
     language = SimpleNamespace(
         constexpr=lambda x: x, load=load, store=store, inline_asm_elementwise=inline_asm_elementwise,
-        static_range=range,
+        static_range=range, where=lambda *x: np.where(*x).view(Array),
+        num_programs=lambda _: program.count,
         BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, int32=np.int32, int64=np.int64, float32=np.float32,
         arange=lambda first, end, _: np.arange(first, end).view(Array), minimum=np.minimum,
         max=lambda x, axis: np.max(x, axis).view(Array), sum=lambda x, axis: np.sum(x, axis).view(Array),
         zeros=lambda shape, kind, _: np.zeros(shape, kind).view(Array), exp=np.exp,
         erf=lambda x: torch.erf(torch.from_numpy(np.array(x))).numpy().view(Array),
-        program_id=lambda _: np.array(program.at).view(Array), program=program, static_assert=lambda _: None,
+        program_id=lambda _: np.array(program.at).view(Array), program=program, static_assert=_asserted,
     )  # fmt: skip
     for name, members in (
-        ("triton.experimental", {"gluon": None}), ("triton.experimental.gluon", {"jit": _jit, "language": language}),
+        ("triton.experimental", {"gluon": None}), ("triton.experimental.gluon", {
+            "jit": _jit, "language": language, "constexpr_function": lambda function: function,
+        }),
         ("triton.experimental.gluon.language", vars(language)),
     ):  # fmt: skip
         module = ModuleType(name)

@@ -21,14 +21,14 @@ import fxquant.kernels.linear
 from fxquant.compat.device import knows_gluon
 from fxquant.formats import IDENTITY, QuantSpec
 from fxquant.kernels.cast import reference
-from fxquant.kernels.linear import choice
+from fxquant.kernels.linear import choice, weight_only
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
 from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.linear.weight_only import Direct, is_packed
 
 W8, W4 = "per_row_e4m3(torchao)", "nvfp4"
-SHAPES = ((4096, 14336), (14336, 4096))
-"""K and N of the weights for which the tiles were measured."""
+SHAPES = ((4096, 14336), (14336, 4096), (8192, 28672))
+"""K and N of the weights for which the shares were measured."""
 
 
 def tiles_of(text: str, rows: int, size: tuple[int, int]) -> Direct | None:
@@ -53,6 +53,7 @@ class Launched:
             tensors, y = rest[:3], rest[3]
             stored = Pointer.of(y)
             more = [Pointer.of(x, np.uint32), Pointer.of(w, np.uint32), Pointer.of(blocks, np.uint16)]
+            self.kernel.gl.program.count = grid[0]
             for program in range(grid[0]):
                 self.kernel.gl.program.at = program
                 WAITED.clear()
@@ -69,17 +70,22 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = emulated(monkeypatch, Path(fxquant.kernels.linear.__file__).with_name("gluon.py"))
     monkeypatch.setattr(module, "compiled", lambda *_: Launched(module))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(weight_only, "MULTIPROCESSORS", 3)  # which each run here, one after another
     return module
 
 
 @pytest.mark.parametrize(("text", "tiles"), IN_USE, ids=str)
 def test_values_are_those_of_the_reference(kernel: ModuleType, text: str, tiles: Direct) -> None:
-    """Every tile in use is tried, with fewer rows than it takes, one to three steps, a bias, and every epilogue."""
+    """Every share in use is tried, with fewer rows than it takes, one to three pieces, a bias, and every epilogue.
+
+    Programs have all tiles of a share, one less, or, of few columns, one or none.
+    """
     torch.manual_seed(0)
     spec = QuantSpec.parse(text)
-    n, rows = 2 * tiles.columns, 8 * tiles.groups
+    n, rows = 16 * (3 * tiles.tiles - 1), 8 * tiles.groups
     for units, m, epilogue in ((1, rows, None), (2, rows - 3, "add"), (3, 1, "silu_mul"), (1, rows - 1, "gelu"),
                                (2, rows, "gelu_tanh")):  # fmt: skip
+        n = 32 if units == 3 else n
         k = units * tiles.step * (2 if is_packed(spec) else 1)
         x, other = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
         bias = torch.randn(n).bfloat16() if epilogue else None
@@ -99,7 +105,7 @@ def test_values_are_those_of_the_reference(kernel: ModuleType, text: str, tiles:
 @pytest.mark.parametrize("text", [W8, "per_tensor_e4m3", W4, "nvfp4(row_scaled)"])
 def test_every_code_in_every_place(kernel: ModuleType, text: str) -> None:
     """Multiplied by the identity, scales that are not finite among them; x lies where no lane could read it."""
-    spec, tiles = QuantSpec.parse(text), Direct(2, 1, 1, 1, 2, False)
+    spec, tiles = QuantSpec.parse(text), Direct(2, 2, 2, 3)
     k = tiles.step * (2 if is_packed(spec) else 1)
     parts = reference.quantize(torch.randn(32, k), spec)
     codes = torch.arange(32)[:, None] * 77 + torch.arange(parts[0].shape[1]) * 5
@@ -144,19 +150,21 @@ def test_what_is_made_for_hopper(text: str, tiles: Direct) -> None:
             attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
         ),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": tiles.warps_n * tiles.warps_k, "launch_pdl": True},
+        options={"num_warps": tiles.warps, "launch_pdl": True},
     )  # fmt: skip
     before, behind = made.asm["ptx"].split("griddepcontrol.wait")
-    loads = 2 * tiles.pieces * tiles.tiles
-    assert len(re.findall(r"ld\.global\S*evict_first\S*v4\.b32", before)) == loads
-    assert len(re.findall(r"ld\.global", before)) == loads * (5 if packed else 1)
+    copies, ahead = (3 if packed else 2), tiles.depth - 1
+    assert len(re.findall(r"cp\.async\.c[ag]\S+ ", before)) == copies * ahead and "ld.global" not in before
+    assert len(re.findall(r"cp\.async\.c[ag]\S+ ", behind)) == copies * tiles.tiles
     assert "griddepcontrol.launch_dependents" in before and "st.global" not in before
-    products = (8 if packed else 4) * tiles.pieces * tiles.groups * tiles.tiles
-    assert behind.count("mma.sync") == products * (5 if tiles.unrolled else 2)
+    x_words = tiles.groups * (4 if packed else 2)
+    assert len(re.findall(r"ld\.global\.v4\.b32", behind)) == 2 * x_words
+    assert behind.count("mma.sync") == (8 if packed else 4) * tiles.groups * tiles.tiles
     log = assembled(made.asm["ptx"])
     assert " 0 bytes spill stores" in log, log
     (registers,) = re.findall(r"Used (\d+) registers", log)
-    assert int(registers) * 32 * tiles.warps_n * tiles.warps_k * 1.5 <= 65536, log
+    assert int(registers) * 32 * tiles.warps * (1 if tiles.groups == 2 else 2) <= 65536, log
+    assert made.metadata.shared == 0 and tiles.warps * tiles.depth * (1152 if packed else 1024) <= 49152
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -175,13 +183,13 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     for size in SHAPES:
         for rows in (2, 8, 16):
             assert kernel(W8, rows, size) is kernel("per_tensor_e4m3", rows, size) is best
-        for rows in (1, 8):
+        for rows in (1, 8, 16):
             assert kernel(W4, rows, size) is kernel("nvfp4(row_scaled)", rows, size) is best
             assert kernel(W4, rows, size, m=None) is best
             assert kernel(W4, rows, size, launches=False) is GemmKernel.WEIGHT_ONLY
             assert kernel(W4, rows, size, high_precision=torch.float16) is GemmKernel.WEIGHT_ONLY
-        assert kernel(W8, 1, size) is GemmKernel.WEIGHT_ONLY, "a matrix-vector product"
+        vector = GemmKernel.WEIGHT_ONLY if size[0] <= 8192 else best
+        assert kernel(W8, 1, size) is vector, "a matrix-vector product, if K is not long"
         assert kernel(W8, 17, size) is kernel(W4, 32, size) is GemmKernel.WEIGHT_ONLY
-    assert kernel(W4, 16, (14336, 4096)) is best and kernel(W4, 16, (4096, 14336)) is GemmKernel.WEIGHT_ONLY
-    for size in ((8192, 28672), (4096, 1024), (512, 4096), (4096 + 16, 4096), (4096, 4096 + 8), (37, 4096)):
+    for size in ((4096, 512), (512, 14336), (4096 + 16, 4096), (4096, 4096 + 8), (37, 4096)):
         assert kernel(W8, 8, size) is kernel(W4, 8, size) is GemmKernel.WEIGHT_ONLY, size
