@@ -149,6 +149,15 @@ class DelayedState:
         self.forward_amax[at] = history[0]
         self.backward_amax[at] = _NEVER
 
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Makes it what it was before any step."""
+        self.current = False
+        self.scale.fill_(1.0)
+        self.backward_amax.fill_(_NEVER)
+        for tensor in (self.history, self.forward_amax, self.step):
+            tensor.zero_()
+
 
 def signed(number: int) -> int:
     """The number modulo 2^64 as an int64 holds it."""
@@ -192,6 +201,12 @@ class RandomState:
         if columns:
             self.random.copy_(values["random"][:, 0])
             self.random[0] += self._added
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Makes it what it was before any step, with a seed of now."""
+        self.current = False
+        self.random.copy_(torch.tensor([signed(torch.initial_seed() + self._added), 0]))
 
 
 State = DelayedState | RandomState

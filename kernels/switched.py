@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fxquant.errors import RecipeError
 from fxquant.kernels.operator import operator
+from fxquant.kernels.state.step import StepState
 
 
 class Multiply(Protocol):
@@ -51,3 +52,81 @@ def _switched_mm_fake(
     a: Tensor, a_number: Tensor, b: Tensor, b_number: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
+
+
+class Product(NamedTuple):
+    """One product of a linear: its `gemm`, the text of the whole `LinearSpec`, and the number of its graph.
+
+    `grouped` is true for experts.
+    """
+
+    gemm: str
+    spec: str
+    graph: int
+    grouped: bool
+
+
+class Gemm(Protocol):
+    """The product of two operands as they are before their quantization, which `Product` names."""
+
+    def __call__(
+        self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState,
+        out_dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """Returns the product."""
+
+
+_traced: list[int] = []
+"""The numbers of the graphs that are traced now, whose products are `chosen_gemm`."""
+_choosing: list[Gemm] = []
+
+
+@contextmanager
+def chosen_later(graph: int) -> Iterator[None]:
+    """Traces linears, in this scope, as products that are quantized as the scope says in which they run."""
+    _traced.append(graph)
+    try:
+        yield
+    finally:
+        _traced.pop()
+
+
+def traced_graph() -> int | None:
+    """The number of the graph that is traced, where its products are chosen later."""
+    return _traced[-1] if _traced else None
+
+
+@contextmanager
+def choosing(gemm: Gemm) -> Iterator[None]:
+    """Runs the products of this scope, which were traced to be chosen later, by `gemm`."""
+    _choosing.append(gemm)
+    try:
+        yield
+    finally:
+        _choosing.pop()
+
+
+@operator(namespace="fxquant_kernels")
+def chosen_gemm(
+    a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, scale: Tensor | None, random: Tensor | None,
+    gemm: str, spec: str, graph: int, grouped: bool, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """One of the three products of a linear, of operands [*, rows, columns] as autograd has them.
+
+    It is quantized as the scope around says; `scale` and `random` are those of `StepState`.
+    """
+    if not _choosing:
+        raise RecipeError("a model that fxquant.bisect has compiled runs inside its check alone")
+    state = StepState(scale=scale, random=random)
+    return _choosing[-1](Product(gemm, spec, graph, grouped), a, b, offs, bias, state, out_dtype)
+
+
+@chosen_gemm.fake
+def _chosen_gemm_fake(
+    a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, scale: Tensor | None, random: Tensor | None,
+    gemm: str, spec: str, graph: int, grouped: bool, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    if gemm == "wgrad":
+        groups = () if offs is None else (offs.shape[0],)
+        return a.new_empty((*groups, *a.shape[:-2], a.shape[-1], b.shape[-1]), dtype=out_dtype)
+    return a.new_empty((*a.shape[:-1], b.shape[-2 if gemm == "fprop" else -1]), dtype=out_dtype)

@@ -112,6 +112,14 @@ class ModuleStates:
                 FxQuantWarning,
             )
 
+    def reset(self) -> None:
+        """Makes all states what they were before any graph ran, also those that were loaded."""
+        self._holders.clear()
+        self._waiting.clear()
+        self._loaded.clear()
+        for state in self._states.values():
+            state.reset()
+
     def enter(self, state: State) -> None:
         """Makes a state the valid one of its slots, before a graph runs.
 
@@ -198,6 +206,11 @@ class StateStore:
             self.by_module[module].module = weakref.ref(module)
             self._all.append(weakref.ref(self.by_module[module]))
         return self.by_module[module]
+
+    def reset(self) -> None:
+        """Makes the states of all modules what they were before any graph ran."""
+        for states in (self.nowhere, *self.by_module.values()):
+            states.reset()
 
     def latest(self) -> ModuleStates | None:
         """The states of the module that was compiled last, which may be gone; None if none was."""

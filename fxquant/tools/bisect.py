@@ -15,8 +15,10 @@ from fxquant.compat.private import tree_leaves
 from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.recipes.operands import Operand, PerOperand
+from fxquant.roles import TENSOR_TYPES
 from fxquant.tools.progress import progress
 from fxquant.tools.sensitivity import errors_of
+from fxquant.tools.switched import Chosen, SwitchedModel, may_switch
 from fxquant.tools.trials import Trials, batches_of, call, is_batch, loss_in, operands_of
 
 log = logging.getLogger(__name__)
@@ -85,36 +87,76 @@ class _Search:
         self.trials, self.recipe, self.outcome, self.data = trials, recipe, outcome, data
         self.holds: Any = None
         self.suspects = 0
+        self.model = SwitchedModel(trials, recipe) if may_switch(recipe, trials.options) else None
+        self.required: Sequence[Unit] = ()
+        self.proven: Sequence[Unit] = ()
+        """The operands that last broke the check in a model that was compiled for them alone."""
 
     def state(self) -> str:
         """Says how far it is."""
         return f"run {self.trials.runs}" + (f", {self.suspects} operands may be to blame" if self.suspects else "")
 
     def smallest(self) -> list[Operand]:
-        self.holds = self.trials.run(HighPrecision(), self.outcome)
+        """Looks in a model that is compiled once; if a run differs from a compiled one, in one that is for each run."""
+        try:
+            found = self._smallest()
+        except _Differing:
+            log.info("bisect: a switched run differs from a compiled one, so that each run compiles the model")
+            self.model = None
+            found = self._smallest()
+        log.info("bisect: %d runs", self.trials.runs)
+        return found
+
+    def _smallest(self) -> list[Operand]:
+        self.holds = self.run(())
         if not _may_hold(self.holds):
+            self.prove((), self.holds)
             raise OptionError(f"the check does not hold for the unquantized model either: {self.holds}")
-        whole = self.trials.run(self.recipe, self.outcome)
+        whole = self.run(None)
         units = operands_of(self.trials.decisions, self.recipe)
         if not units:
             raise RecipeError(f"{self.recipe} quantizes nothing of this model: fxquant.explain shows every operand")
         if whole == self.holds:
+            self.prove(None, whole)
             if not whole:
                 raise OptionError("the check answers False for the unquantized model and for the quantized one")
             return []
         required = self.among(self.by_error(units))
-        log.info("bisect: %d runs", self.trials.runs)
+        if self.model is not None and required != self.proven and not self.breaks(required):
+            raise _Differing
         return [operand for unit in required for operand in unit]
+
+    def run(self, chosen: Chosen) -> Any:
+        """The outcome of the check with the chosen operands quantized: without a compilation where that is possible."""
+        if self.model is not None:
+            try:
+                return self.model.run(chosen, self.outcome)
+            except Exception as error:
+                log.info("bisect: each run compiles the model, since it cannot be switched: %s", error)
+                self.model = None
+        return self.compiled(chosen)
+
+    def compiled(self, chosen: Chosen) -> Any:
+        """The outcome of the check of a model that is compiled with the chosen operands quantized."""
+        if chosen is None:
+            return self.trials.run(self.recipe, self.outcome)
+        recipe = PerOperand.of([self.recipe], dict.fromkeys(chosen, 0)) if chosen else HighPrecision()
+        return self.trials.run(recipe, self.outcome)
+
+    def prove(self, chosen: Chosen, outcome: Any) -> None:
+        """Raises _Differing if a compiled model has another outcome than a switched run of it."""
+        if self.model is not None and self.compiled(chosen) != outcome:
+            raise _Differing
 
     def among(self, units: list[Unit]) -> list[Unit]:
         """The operands that are to blame, of such as break the check together; the first are looked at first."""
-        required: list[Unit] = []
+        required = self.required = list[Unit]()
         self.suspects = len(units)
         while not required or not self.breaks(required):
             good, bad = 0, len(units)  # the numbers of operands, from the first on, with which it holds and breaks
             while bad - good > 1:
                 middle = (good + bad) // 2 if good else 1  # the first has the largest error
-                middle = min(middle, _FRONT) if good == 1 else middle
+                middle = min(middle, self.front(units)) if good == 1 else middle
                 good, bad = (good, middle) if self.breaks([*units[:middle], *required]) else (middle, bad)
                 self.suspects = bad - good
             required.append(units[bad - 1])
@@ -122,6 +164,16 @@ class _Search:
             if bad == 1:
                 break  # these have been tried
         return required
+
+    def front(self, units: Sequence[Unit]) -> int:
+        """The operands among which is looked first: where graphs are switched, up to the last attention.
+
+        Runs with other attentions have graphs of their own.
+        """
+        if self.model is not None and self.model.attentions:
+            of_attention = [i for i, unit in enumerate(units) if unit[0].role in TENSOR_TYPES["dpa"]]
+            return max(of_attention, default=_FRONT - 1) + 1
+        return _FRONT
 
     def by_error(self, units: list[Unit]) -> list[Unit]:
         """The operands with the largest errors of their products on a batch first, where it runs without the check.
@@ -131,7 +183,7 @@ class _Search:
         if hasattr(self.data, "__next__"):  # the check's own
             return units
         try:
-            errors = errors_of(self.trials, self.recipe, lambda compiled: _results(compiled, None, self.first_batch()))
+            errors = self.errors()
         except Exception as error:
             log.info("bisect: operands are tried in the model's order, since a batch does not run: %s", error)
             return units
@@ -139,14 +191,35 @@ class _Search:
         probed.sort(key=lambda unit: -max(errors.get(operand, 0.0) for operand in unit))
         return [*probed[:1], *(unit for unit in units if unit not in probed), *probed[1:]]
 
+    def errors(self) -> Mapping[Operand, float]:
+        """The relative errors of products with each operand quantized, of one batch."""
+
+        def use(compiled: Any) -> None:
+            _results(compiled, None, self.first_batch())
+
+        return errors_of(self.trials, self.recipe, use) if self.model is None else self.model.errors(use)
+
     def first_batch(self) -> list[Any]:
         """The first batch alone; it is drawn in a run, behind which the random state is as before."""
         return [self.data] if is_batch(self.data) else [next(iter(self.data))]
 
     def breaks(self, units: Sequence[Unit]) -> bool:
-        """Returns True if the check breaks with these operands quantized and no others."""
-        chosen = {operand: 0 for unit in units for operand in unit}
-        return bool(self.trials.run(PerOperand.of([self.recipe], chosen), self.outcome) != self.holds)
+        """Returns True if the check breaks with these operands quantized and no others.
+
+        What may be the answer is compiled as it will run: one operand, and those that are required.
+        """
+        chosen = [operand for unit in units for operand in unit]
+        if len(units) > 1 and units is not self.required:
+            return bool(self.run(chosen) != self.holds)
+        broken = bool(self.compiled(chosen) != self.holds)
+        self.proven = [*units] if broken else self.proven
+        if self.model is not None and not broken and len(units) > 1 and self.run(chosen) != self.holds:
+            raise _Differing
+        return broken
+
+
+class _Differing(Exception):
+    """A switched run has another outcome than a model that is compiled so."""
 
 
 def _may_hold(outcome: Any) -> bool:

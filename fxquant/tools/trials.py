@@ -41,6 +41,9 @@ class QuietBackend(Backend):
     switches = False
 
 
+B = TypeVar("B", bound=QuietBackend)
+
+
 class Trials:
     """Runs a model under recipes, and gives it its parameters, buffers, gradients and mode back behind each run.
 
@@ -79,8 +82,12 @@ class Trials:
 
     def compile(self, recipe: Recipe) -> tuple[Any, QuietBackend]:
         """The model under a recipe, to be called in a `scope`, and its backend."""
+        return self.compiled_by(QuietBackend, recipe)
+
+    def compiled_by(self, kind: type[B], recipe: Recipe) -> tuple[Any, B]:
+        """The model under a recipe, compiled by a kind of backend, to be called in a `scope`, and the backend."""
         module = self.model if isinstance(self.model, nn.Module) else None
-        backend = QuietBackend(recipe, **self.options, model=None if module is None else unwrapped(module))
+        backend = kind(recipe, **self.options, model=None if module is None else unwrapped(module))
         return torch.compile(self.model, backend=backend, **isolated()), backend
 
     @contextmanager

@@ -27,7 +27,7 @@ def _multiply(
     return grouped_scaled_mm(a, b, offs, str(a_spec), str(b_spec), out_dtype, fast)
 
 
-_GROUPS = Gemms(quantize=quantize_groups, amax=split_amax, multiply=_multiply, one_batch=True)
+GROUPS = Gemms(quantize=quantize_groups, amax=split_amax, multiply=_multiply, one_batch=True)
 
 
 @operator(
@@ -45,7 +45,7 @@ def grouped_linear_stateful(
     """
     state = StepState(scale, forward_amax, backward_amax, step, random)
     measuring = observer(probe_forward, probe_backward, probe, grouped=True)
-    context = Context(_GROUPS, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise, measuring)
+    context = Context(GROUPS, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise, measuring)
     return run_linear(input, weight, None, offs, context)
 
 
@@ -57,4 +57,4 @@ def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor | None, spec: str
     offset give zeros, and neither they nor the zeros get or give gradients. Without `offs` the groups are the batch
     of input [*batch, M, K] and weight [*batch, N, K]. The autocast dtype of the spec is applied here.
     """
-    return run_linear(input, weight, None, offs, Context(_GROUPS, LinearSpec.parse(spec), STATELESS))
+    return run_linear(input, weight, None, offs, Context(GROUPS, LinearSpec.parse(spec), STATELESS))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxquant.compat.device import no_autocast
 from fxquant.formats import IDENTITY, LinearSpec, OperandSpec, QuantSpec
-from fxquant.kernels import custom
+from fxquant.kernels import custom, switched
 from fxquant.kernels.cast.ops import amax, parts_spec, quantize_operand
 from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.operator import TRACED, Traits, operator
@@ -78,6 +78,13 @@ class Context:
         self, a: _Operand, b: _Operand, offs: Tensor | None, bias: Tensor | None, dtype: torch.dtype, *, fast: bool
     ) -> Tensor:
         """a x b^T, after both are quantized."""
+        graph = switched.traced_graph()
+        if graph is not None:
+            gemm = "fprop" if fast else "dgrad" if a.direction == "rowwise" else "wgrad"
+            state = self.state.scale, self.state.random
+            return switched.chosen_gemm(
+                a.x, b.x, offs, bias, *state, gemm, str(self.spec), graph, self.gemms.one_batch, dtype
+            )
         left, right = a.quantized(self.gemms, self.state), b.quantized(self.gemms, self.state)
         return self.gemms.multiply(left, right, offs, bias, dtype, fast)
 
@@ -167,22 +174,22 @@ class _Linear(torch.autograd.Function):
             left, right = _Operand(grad_output, offs, of_grad, "rowwise"), context.weight_of("columnwise", weight)
             observed |= {("grad_output", "rowwise"): left, ("weight", "columnwise"): right}
             grad_input = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
-            grad_input = _shown(grad_input, grad_output, of_grad)
+            grad_input = shown(grad_input, grad_output, of_grad)
         if ctx.needs_input_grad[1]:
             left = _Operand(grad_output, offs, of_grad, "columnwise")
             right = context.input_of("columnwise", input, offs)
             observed |= {("grad_output", "columnwise"): left, ("input", "columnwise"): right}
             grad_weight = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
-            grad_weight = _shown(grad_weight, grad_output, of_grad)
+            grad_weight = shown(grad_weight, grad_output, of_grad)
         context.observe_backward(observed, grad_output, input, weight)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _shown(grad: Tensor, grad_output: Tensor, spec: OperandSpec) -> Tensor:
+def shown(grad: Tensor, grad_output: Tensor, spec: OperandSpec) -> Tensor:
     """A gradient, NaN if the one it comes from is not finite: a user's own quantizer may have no code for that."""
-    custom_side = spec.rowwise.key or spec.columnwise.key
+    custom_side = (spec.rowwise.key or spec.columnwise.key) and switched.traced_graph() is None
     return torch.where(grad_output.isfinite().all(), grad, math.nan) if custom_side else grad
 
 
@@ -221,7 +228,7 @@ def _multiply(
     return scaled_mm(a, b, str(a_spec), str(b_spec), bias, out_dtype, fast_accum)
 
 
-_MATRICES = Gemms(
+MATRICES = Gemms(
     quantize=lambda x, offs, *more: quantize_operand(x, *more),
     amax=lambda x, offs: amax(x),
     multiply=_multiply,
@@ -262,7 +269,7 @@ def linear_stateful(
     """
     state = StepState(scale, forward_amax, backward_amax, step, random)
     measuring = observer(probe_forward, probe_backward, probe)
-    context = Context(_MATRICES, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise, measuring)
+    context = Context(MATRICES, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise, measuring)
     return run_linear(input, weight, bias, None, context)
 
 
@@ -272,4 +279,4 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Ten
 
     The autocast dtype of the spec is applied here, since no autocast rule knows this operator.
     """
-    return run_linear(input, weight, bias, None, Context(_MATRICES, LinearSpec.parse(spec), STATELESS))
+    return run_linear(input, weight, bias, None, Context(MATRICES, LinearSpec.parse(spec), STATELESS))
