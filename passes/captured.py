@@ -173,7 +173,8 @@ def insert(captured: C, settings: Settings) -> C:
 
 def share_regions(captured: C, settings: Settings) -> C:
     """Has calls of a region whose bodies got the same answers share one again."""
-    regions.share_regions(captured.gm)
+    if not settings.own_regions:
+        regions.share_regions(captured.gm)
     return captured
 
 

@@ -16,7 +16,7 @@ class Settings:
     will be compiled into what runs. With `exact_recompute` what is fused must give the bits of Inductor's own kernels.
     `cpp_wrapper` says that Inductor writes C++ around kernels. With `pieces` graphs for a CPU call casts that are
     compiled once for all of them. With `ranges` products have
-    names for a profiler.
+    names for a profiler. With `own_regions` every call of a region has a body of its own, whatever it is like.
     """
 
     recipe: str = ""
@@ -32,6 +32,7 @@ class Settings:
     cpp_wrapper: bool = False
     pieces: bool = False
     ranges: bool = False
+    own_regions: bool = False
 
 
 SAVE = ("quantized", "less", "least", "fp8")

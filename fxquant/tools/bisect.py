@@ -64,10 +64,11 @@ def bisect(
     Runs begin from the same state of the model and the same random numbers, which both are as before afterwards. The
     operands with the largest errors on a batch come first, and behind the first those of which no error is known, such
     as attention. With n operands that are quantized, one that is to blame takes at most 6 + log2(n) runs of the check,
-    mostly 3, and at most 11 if it is among the first 64; each further one takes 2 + log2(n) more. One run of a probe
-    finds the order. None of the result can be left out, if no further operand mends what others break. It is empty if
-    the check holds under `recipe`. Models are compiled with `options`, by default to run operator by operator
-    (``{"inner": "aot_eager"}``).
+    mostly 3, and at most 11 if it is among the first 64, one more where attention is quantized; each further one takes
+    2 + log2(n) more. One run of a probe finds the order. The model is compiled once for each choice of attentions, and
+    runs choose operands when they execute; what may be the answer is compiled by itself. None of the result can be left
+    out, if no further operand mends what others break. It is empty if the check holds under `recipe`. Models are
+    compiled with `options`, by default to run operator by operator (``{"inner": "aot_eager"}``).
 
     Raises OptionError if the check does not hold for the unquantized model, and for what is no check, and RecipeError
     if the recipe quantizes nothing.
@@ -155,8 +156,8 @@ class _Search:
         while not required or not self.breaks(required):
             good, bad = 0, len(units)  # the numbers of operands, from the first on, with which it holds and breaks
             while bad - good > 1:
-                middle = (good + bad) // 2 if good else 1  # the first has the largest error
-                middle = min(middle, self.front(units)) if good == 1 else middle
+                middle = (good + bad) // 2  # behind the first, which has the largest error
+                middle = min(middle, next((end for end in self.fronts(units) if end > good), middle)) if good else 1
                 good, bad = (good, middle) if self.breaks([*units[:middle], *required]) else (middle, bad)
                 self.suspects = bad - good
             required.append(units[bad - 1])
@@ -165,15 +166,15 @@ class _Search:
                 break  # these have been tried
         return required
 
-    def front(self, units: Sequence[Unit]) -> int:
-        """The operands among which is looked first: where graphs are switched, up to the last attention.
+    def fronts(self, units: Sequence[Unit]) -> list[int]:
+        """The numbers of operands among which is looked first; where graphs are switched, up to the last attention.
 
         Runs with other attentions have graphs of their own.
         """
-        if self.model is not None and self.model.attentions:
-            of_attention = [i for i, unit in enumerate(units) if unit[0].role in TENSOR_TYPES["dpa"]]
-            return max(of_attention, default=_FRONT - 1) + 1
-        return _FRONT
+        switched = self.model is not None and bool(self.model.attentions)
+        of_attention = [i for i, unit in enumerate(units) if switched and unit[0].role in TENSOR_TYPES["dpa"]]
+        last = of_attention[-1] + 1 if of_attention else 0
+        return [end for end in (last, _FRONT) if end >= max(last, 1)]
 
     def by_error(self, units: list[Unit]) -> list[Unit]:
         """The operands with the largest errors of their products on a batch first, where it runs without the check.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.backend.blocks import Place
+from fxquant.backend.options import Options
 from fxquant.compat.inside.ranks import world
 from fxquant.formats import IDENTITY, LINEAR_OPERANDS, LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels import switched
@@ -34,7 +35,7 @@ from fxquant.recipes.base import is_attention
 from fxquant.recipes.operands import Operand, PerOperand
 from fxquant.roles import GEMM_OPERANDS, TENSOR_TYPES, Gemm, QuantizerRole
 from fxquant.state import RandomState, Slots, address
-from fxquant.tools.trials import QuietBackend, Trials
+from fxquant.tools.trials import RegionBackend, Trials
 
 R = TypeVar("R")
 
@@ -145,7 +146,7 @@ class _Graph:
         return "input" if self.types[spec] == "matmul" and operand == "weight" else operand
 
 
-class SwitchedBackend(QuietBackend):
+class SwitchedBackend(RegionBackend):
     """Compiles graphs whose products are chosen when they run; `graphs` has them by number.
 
     `attentions` are the layers whose attention the recipe `whole` quantizes.
@@ -158,7 +159,7 @@ class SwitchedBackend(QuietBackend):
     """Why a graph cannot be switched: a check may catch all errors."""
     _numbers: dict[int, int]
 
-    def _begin(self, options: Any) -> None:
+    def _begin(self, options: Options) -> None:
         super()._begin(options)
         self.whole, self.problem = self.recipe, ""
         self.graphs, self.attentions, self._numbers = [], set(), {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
+from fxquant.backend.options import Options
 from fxquant.backend.probing import Session
 from fxquant.checks import article
 from fxquant.compat.device import kept_random_state
@@ -44,6 +46,14 @@ class QuietBackend(Backend):
 B = TypeVar("B", bound=QuietBackend)
 
 
+class RegionBackend(QuietBackend):
+    """Compiles every call of a region (`torch.compiler.nested_compile_region`) by itself, under its own names."""
+
+    def _begin(self, options: Options) -> None:
+        super()._begin(options)
+        self.settings = replace(self.settings, own_regions=True)
+
+
 class Trials:
     """Runs a model under recipes, and gives it its parameters, buffers, gradients and mode back behind each run.
 
@@ -58,7 +68,7 @@ class Trials:
 
     def run(self, recipe: Recipe, use: Callable[[Any], R]) -> R:
         """Calls `use` with the model compiled under a recipe; keeps the decisions of what ran."""
-        return self._run(recipe, lambda compiled, _: use(compiled))
+        return self._run(QuietBackend, recipe, lambda compiled, _: use(compiled))
 
     def measured(
         self, recipe: Recipe, request: Request, every: int, use: Callable[[Any, Session], R]
@@ -70,10 +80,10 @@ class Trials:
                 result = use(compiled, session)
             return result, session.rows
 
-        return self._run(recipe, measured)
+        return self._run(RegionBackend, recipe, measured)
 
-    def _run(self, recipe: Recipe, use: Callable[[Any, QuietBackend], R]) -> R:
-        compiled, backend = self.compile(recipe)
+    def _run(self, kind: type[QuietBackend], recipe: Recipe, use: Callable[[Any, QuietBackend], R]) -> R:
+        compiled, backend = self.compiled_by(kind, recipe)
         try:
             with self.scope():
                 return use(compiled, backend)
