@@ -178,6 +178,9 @@ _TORCHS_OWN = "this attention stays in high precision, and nothing of it can be 
 _ONE_MATRIX = "a quantizer of your own, or BlockQuantizer, takes one matrix at a time, and experts have many"
 _IN_NO_MEMORY = "the gradient of the scores is in no memory, and takes the whole backward to compute again"
 
+IN_REGION = "it is in a region or branch that is compiled by itself (nested_compile_region), where no probe looks"
+"""Why a product inside such a graph is not measured."""
+
 _ROLES = {
     "linear": dict(zip(LINEAR_OPERANDS, LINEAR_OPERANDS, strict=True)),
     "matmul": {"input": "input", "weight": "input", "grad_output": "grad_output"},  # `weight` is the second of two

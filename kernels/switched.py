@@ -64,15 +64,15 @@ class Product(NamedTuple):
     spec: str
     graph: int
     grouped: bool
+    out_dtype: torch.dtype
 
 
 class Gemm(Protocol):
     """The product of two operands as they are before their quantization, which `Product` names."""
 
     def __call__(
-        self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState,
-        out_dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
+        self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState
+    ) -> Tensor:
         """Returns the product."""
 
 
@@ -118,7 +118,7 @@ def chosen_gemm(
     if not _choosing:
         raise RecipeError("a model that fxquant.bisect has compiled runs inside its check alone")
     state = StepState(scale=scale, random=random)
-    return _choosing[-1](Product(gemm, spec, graph, grouped), a, b, offs, bias, state, out_dtype)
+    return _choosing[-1](Product(gemm, spec, graph, grouped, out_dtype), a, b, offs, bias, state)
 
 
 @chosen_gemm.fake

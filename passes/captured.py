@@ -30,7 +30,7 @@ from fxquant.passes.plan import layers, reuse, weigh
 from fxquant.passes.plan import resolve as products
 from fxquant.passes.plan.attention import SLOTS
 from fxquant.passes.settings import Settings
-from fxquant.probes import Observed, Request, Unmeasured
+from fxquant.probes import IN_REGION, Observed, Request, Unmeasured
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import HighPrecision, Recipe
 from fxquant.roles import QuantizerRole
@@ -236,17 +236,17 @@ def open_products(bound: Bound, settings: Settings) -> Bound:
         return bound
     gm = observers.copied(bound.gm)
     reached = states.stateful_graphs(gm)
-    matches = [
-        match
-        for match in layers.name_layers(find_matmuls(gm, autocast=bound.autocast), bound.names)
-        if match.node.graph in reached and (bound.shared or request.wants(match.name))
-    ]
+    found = layers.name_layers(find_matmuls(gm, autocast=bound.autocast), bound.names)
+    wanted = [match for match in found if bound.shared or request.wants(match.name)]
+    matches = [match for match in wanted if match.node.graph in reached]
+    inside = [match for match in wanted if match.node.graph not in reached]
+    regions = [one for match in inside for one in request.closed(match.module_type, match.name, IN_REGION)]
     resolved, _ = products.resolve(
         [match for match in matches if match.module_type in plain.MODULE_TYPES], HighPrecision()
     )
     plain.open_products(gm, resolved)
     attention = [match for match in matches if match.module_type == "dpa"]
-    return replace(bound, gm=gm, unmeasured=plain.closed([*resolved, *attention], request))
+    return replace(bound, gm=gm, unmeasured=[*plain.closed([*resolved, *attention], request), *regions])
 
 
 def add_observers(bound: Bound, settings: Settings) -> Bound:

@@ -208,13 +208,12 @@ class _Choice:
         self._rounded: dict[int, tuple[dict[int, int], int]] = {}
 
     def __call__(
-        self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState,
-        out_dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
+        self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState
+    ) -> Tensor:
         spec = self._spec_of(product)
         if state.random is not None and any(operand.is_stochastic for operand in _operands(spec)):
             state = replace(state, random=self._random_of(product.graph, state.random))
-        return _multiplied(product, spec, a, b, offs, bias, state, out_dtype)
+        return _multiplied(product, spec, a, b, offs, bias, state)
 
     def _spec_of(self, product: Product) -> LinearSpec:
         """The spec of a product under the choice, with the random streams that it would have."""
@@ -286,9 +285,8 @@ class _Measured(_Choice):
         self.errors: dict[Operand, float] = {}
 
     def __call__(
-        self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState,
-        out_dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
+        self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState
+    ) -> Tensor:
         spec, table = LinearSpec.parse(product.spec), self.graphs[product.graph]
         for name, direction in GEMM_OPERANDS[Gemm(product.gemm)]:
             operand: OperandSpec = getattr(spec, name)
@@ -298,7 +296,7 @@ class _Measured(_Choice):
                 error = _error(product, alone, a, b, offs)
                 key = Operand(spec.name, table.role(product.spec, name), str(direction))
                 self.errors[key] = max(self.errors.get(key, 0.0), error)
-        return super().__call__(product, a, b, offs, bias, state, out_dtype)
+        return super().__call__(product, a, b, offs, bias, state)
 
 
 def _operands(spec: LinearSpec) -> tuple[OperandSpec, ...]:
@@ -343,13 +341,12 @@ def _quantized(
 
 
 def _multiplied(
-    product: Product, spec: LinearSpec, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None,
-    state: StepState, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    product: Product, spec: LinearSpec, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState
+) -> Tensor:
     """The product of operands that are quantized by a spec."""
     forward = product.gemm == Gemm.FPROP
     gemms, (left, right) = _quantized(product, spec, a, b, offs, state)
-    out = gemms.multiply(left, right, offs, bias, out_dtype, forward)
+    out = gemms.multiply(left, right, offs, bias, product.out_dtype, forward)
     return out if forward else shown(out, a, spec.grad_output.shown())
 
 
@@ -358,7 +355,8 @@ def _error(product: Product, spec: LinearSpec, a: Tensor, b: Tensor, offs: Tenso
     rounds = any(operand.is_stochastic for operand in _operands(spec))
     state = StepState(random=torch.zeros(2, dtype=torch.int64, device=a.device) if rounds else None)
     if product.grouped:
-        y, z = (_multiplied(product, s, a, b, offs, None, state, torch.float32).double() for s in (_NOTHING, spec))
+        product = product._replace(out_dtype=torch.float32)
+        y, z = (_multiplied(product, one, a, b, offs, None, state).double() for one in (_NOTHING, spec))
         square = float(reference.product_error(y, z, product.gemm))
         return math.sqrt(square) if math.isfinite(square) else math.inf
     _, pairs = _quantized(product, spec, a, b, offs, state)

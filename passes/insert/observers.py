@@ -11,6 +11,7 @@ another one, which no probe has touched.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.meta import EXAMPLE_VALUE, MODULE_TYPE
 from fxquant.passes.graph.names import fxquant_op
 from fxquant.passes.insert.bind_state import checkpoints, copy_bodies
-from fxquant.probes import WIDTH, Observed, Request, Unmeasured
+from fxquant.probes import IN_REGION, WIDTH, Observed, Request, Unmeasured
 
 _STATE = 5
 """The arguments of a stateful operator between its operands and its spec."""
@@ -72,6 +73,7 @@ class _Places:
         """Has the products of a graph measured; returns, of a body, its new inputs beside those of the whole graph."""
         inputs: list[tuple[fx.Node, fx.Node]] = []
         bodies = {call: body for body, call in checkpoints(gm)}
+        self._close(gm, bodies.values())
         for node in list(gm.graph.nodes):
             if node in bodies:
                 for whole, inner in self.bind(bodies[node], outer):
@@ -107,6 +109,17 @@ class _Places:
         node.args = (*operands, *state, text, *stored, *inner, str(plan))
         self.observed.append(Observed(spec.name, number, spec, str(plan)))
         return [] if gm is self.top else list(zip(whole, inner, strict=True))
+
+    def _close(self, gm: fx.GraphModule, entered: Iterable[fx.GraphModule]) -> None:
+        """Notes the products of regions and branches, which are graphs of their own that get no inputs."""
+        closed = [body for body in gm.children() if isinstance(body, fx.GraphModule) and body not in {*entered}]
+        graphs = [graph for body in closed for graph in body.modules() if isinstance(graph, fx.GraphModule)]
+        for node in (node for graph in graphs for node in graph.graph.nodes if fxquant_op(node) in _PRODUCTS):
+            attention = str(fxquant_op(node)).startswith("attention")
+            text = next(arg for arg in node.args if isinstance(arg, str))
+            name = (AttentionSpec if attention else LinearSpec).parse(text).name
+            module_type = "dpa" if attention else node.meta[MODULE_TYPE]
+            self.unmeasured += self.request.closed(module_type, name, IN_REGION)
 
     def _input(self, half: str, slots: int) -> fx.Node:
         """Adds an input of the whole graph for so many vectors of a forward or backward."""

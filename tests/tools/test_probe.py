@@ -364,6 +364,26 @@ def test_what_no_operand_matches_is_told(compiled: Any) -> None:
         pass
 
 
+class Region(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_products_of_regions_are_listed() -> None:
+    """Torch puts the first call into the graph itself."""
+    compiled = fxquant.compile(nn.Sequential(Region(), Region(), Region()), "mxfp8", options=EAGER)
+    with fxquant.probe(compiled, stats="amax") as log:
+        compiled(torch.randn(16, 16)).sum().backward()
+    assert {row["layer"] for row in log.rows} == {"0.inner"}
+    assert {one.layer for one in log.unmeasured} == {"1.inner"}
+    assert "nested_compile_region" in log.unmeasured[0].reason
+
+
 class Planted(nn.Module):
     """Six layers behind a norm each; two channels of the inputs of two layers are 2^8 times larger than others.
 

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
-from fxquant import CustomRecipe, Float8CurrentScaling, HybridQuantizer, Quantizer, QuantizerRole, Recipe
-from fxquant.quantizers import DelayedScalingRequest
+from fxquant import Float8CurrentScaling, Recipe
 from fxquant.recipes import HighPrecision, resolve
 from fxquant.recipes.operands import Operand, PerOperand
 from fxquant.tools.bisect import _results
-from fxquant.tools.switched import SwitchedModel, may_switch
+from fxquant.tools.switched import NotSwitchable, SwitchedModel, may_switch
 from fxquant.tools.trials import Trials, operands_of
-from tests.tools.test_bisect import Times, planted
+from tests.tools.test_bisect import planted
 
 
 class Model(nn.Module):
@@ -138,14 +137,7 @@ class Twice(nn.Module):
 
 def test_what_cannot_be_switched_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a check catches every error; and if a switched run is wrong, the answer is right."""
-    model, x, place = Twice(), torch.randn(16, 16), ("second", "weight", "rowwise")
-
-    def qfactory(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-        answer = resolve("nvfp4").quantizer(role)
-        if (role.name, role.tensor_type) != place[:2]:
-            return answer
-        assert isinstance(answer, Quantizer)
-        return HybridQuantizer(Times(float("nan")), answer.side(fxquant.roles.Direction.COLUMNWISE).copy())
+    model, x = Twice(), torch.randn(16, 16)
 
     def finite(compiled: nn.Module, x: Tensor) -> bool:
         try:
@@ -155,7 +147,8 @@ def test_what_cannot_be_switched_is_compiled(monkeypatch: pytest.MonkeyPatch) ->
         except Exception:
             return False
 
-    assert fxquant.bisect(model, x, CustomRecipe(qfactory=qfactory), finite) == [place]
+    with pytest.raises(NotSwitchable, match="a state in common"):
+        SwitchedModel(Trials(model), resolve("nvfp4")).run((), lambda compiled: finite(compiled, x))
     plain, place, run = (
         nn.Sequential(*(nn.Linear(16, 16) for _ in range(2))),
         ("1", "weight", "rowwise"),
