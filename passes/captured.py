@@ -236,8 +236,8 @@ def open_products(bound: Bound, settings: Settings) -> Bound:
         return bound
     gm = observers.copied(bound.gm)
     reached = states.stateful_graphs(gm)
-    found = layers.name_layers(find_matmuls(gm, autocast=bound.autocast), bound.names)
-    wanted = [match for match in found if bound.shared or request.wants(match.name)]
+    named = layers.name_layers(find_matmuls(gm, autocast=bound.autocast), bound.names)
+    wanted = [match for match in named if bound.shared or request.wants(match.name)]
     matches = [match for match in wanted if match.node.graph in reached]
     inside = [match for match in wanted if match.node.graph not in reached]
     regions = [one for match in inside for one in request.closed(match.module_type, match.name, IN_REGION)]

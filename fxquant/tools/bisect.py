@@ -100,13 +100,13 @@ class _Search:
     def smallest(self) -> list[Operand]:
         """Looks in a model that is compiled once; if a run differs from a compiled one, in one that is for each run."""
         try:
-            found = self._smallest()
+            smallest = self._smallest()
         except _Differing:
             log.info("bisect: a switched run differs from a compiled one, so that each run compiles the model")
             self.model = None
-            found = self._smallest()
+            smallest = self._smallest()
         log.info("bisect: %d runs", self.trials.runs)
-        return found
+        return smallest
 
     def _smallest(self) -> list[Operand]:
         self.holds = self.run(())

@@ -97,8 +97,8 @@ class SwitchedModel:
         """The model whose attentions are as in a choice."""
         slots = TENSOR_TYPES["dpa"]
         of_attention = {operand: 0 for operand in chosen or () if operand.role in slots}
-        layers, known = frozenset(operand.layer for operand in of_attention), self.attentions
-        every = bool(known or not self._graphs) if chosen is None else bool(known) and layers == known
+        layers, possible = frozenset(operand.layer for operand in of_attention), self.attentions
+        every = bool(possible or not self._graphs) if chosen is None else bool(possible) and layers == possible
         key = None if every else layers
         if key not in self._graphs:
             recipe = self.recipe if key is None else _Attentions.of([self.recipe], of_attention)
