@@ -177,6 +177,11 @@ class SwitchedBackend(RegionBackend):
             raise
         return slots
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SwitchedBackend:
+        """Raises NotSwitchable: a copy has graphs of its own."""
+        self.problem = "the check copies the compiled model"
+        raise NotSwitchable(self.problem)
+
     def _check_states(self, slots: Slots) -> None:
         """Raises NotSwitchable where graphs hand on states, of which they would have others under a choice."""
         for other in self.graphs:
