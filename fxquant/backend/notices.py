@@ -76,7 +76,8 @@ def _tell_at_exit() -> None:
     silent = [records for records in _untold if not records.failed]
     alone = [records for records in silent if records.copy_of is None and not records.elsewhere]
     breaks = not_captured()[-3:]
-    why = f"torch.compile did not capture: {'; '.join(breaks)}. {_BESIDE}" if breaks else _WHY
+    last = f"The last that torch.compile did not capture in this process: {'; '.join(breaks)}. {_BESIDE}. "
+    why = last + _WHY if breaks else _WHY  # maybe of another model
     hints = {records.what: why for records in alone if not records.whole}
     hints |= {calls.name: calls.hint for calls in _uncalled if not calls.ran()}
     hints |= {name: why for names in _unmet for name in names()}
