@@ -73,6 +73,18 @@ class Captured:
 C = TypeVar("C", bound=Captured)
 
 
+def inputs_first(captured: C, settings: Settings) -> C:
+    """Moves inputs to the front of their graphs, in their order."""
+    for module in captured.graphs:
+        first = next(node for node in module.graph.nodes if node.op != "placeholder")
+        late = [node for node in module.graph.find_nodes(op="placeholder") if first < node]
+        for node in late:
+            first.prepend(node)
+        if late:
+            module.recompile()
+    return captured
+
+
 def localize(captured: C, settings: Settings) -> C:
     """Writes products of tensors that are spread over a mesh as products of this rank's parts."""
     if placed.localize(captured.graphs):

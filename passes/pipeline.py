@@ -48,6 +48,7 @@ from fxquant.passes.captured import (
     cache_weights,
     drop_unprofitable,
     find,
+    inputs_first,
     insert,
     localize,
     name_layers,
@@ -130,6 +131,7 @@ class Pass:
 
 
 CAPTURED = (
+    Pass(inputs_first, "Dynamo of torch 2.11 adds those of a hook where it meets it; states come behind all inputs"),
     Pass(split_regions, "a recipe answers for each module, also where Dynamo has one region for all of them"),
     Pass(localize, "finds the products of tensors that are spread over a mesh; behind it they are like all others"),
     Pass(find, "everything else reads matmuls as facts"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -212,3 +212,35 @@ def test_blocks_behind_graph_breaks_have_full_names_by_any_spelling() -> None:
     scales = [state[f"blocks.{i}.{name}.input.scale"].item() for i in range(2) for name in "ab"]
     assert len(set(scales)) == 4 and 1 not in scales
     assert {d.layer for d in fxquant.report(run).decisions} == {f"blocks.{i}.{n}" for i in "01" for n in "ab"}
+
+
+class Hooked(nn.Module):
+    """Has its gradient multiplied by a buffer, which Dynamo of torch 2.11 adds behind the layers before."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("factor", torch.full((1, 32), factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, factor = self.first(x), self.factor
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * factor)
+        return cast(Tensor, self.last(y))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "delayed_scaling"])
+def test_states_and_probes_come_behind_what_hooks_read(recipe: str) -> None:
+    grads = []
+    for factor in (1.0, 4.0):
+        torch.manual_seed(0)
+        model = Hooked(factor)
+        compiled = fxquant.compile(model, recipe, options={"inner": "aot_eager"})
+        x = torch.randn(32, 32)
+        compiled(x).sum().backward()
+        assert model.first.bias.grad is not None
+        grads.append(model.first.bias.grad)
+        with fxquant.probe(compiled, every=1) as log:
+            compiled(x).sum().backward()
+        assert {row["layer"] for row in log.rows} == {"first", "last"}
+    torch.testing.assert_close(grads[1], grads[0] * 4)

@@ -135,7 +135,7 @@ def texts(reports: dict[str, Report]) -> dict[str, str]:
         "has the form 2 of a report, and this fxquant reads 1": json.dumps({**content, "schema": 2}),
         "layers folded: write it without --collapse": report.to_json(collapse=True),
         "whose reports cannot be read back": json.dumps(without),
-        "fields cannot be read .ValueError: 'sgemm'": json.dumps(damaged),
+        "fields cannot be read .SettingError: a Gemm is 'fprop' or .* not 'sgemm'": json.dumps(damaged),
     }
 
 
