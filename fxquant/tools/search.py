@@ -237,6 +237,8 @@ class _Search:
             self.measured.put("progress", losses[0] - self.training.score(losses) if losses else 0.0)
             self.measured.put("rows", rows)
             self.losses.put("plain", losses)
+            if not self.training.steps:
+                self.trials.decisions = []  # with those of gradients, which inference does not take
         self.plain = float(self.measured.get("plain"))
         self.rows = from_json(rows)
         if not math.isfinite(self.plain):

@@ -339,6 +339,13 @@ def test_budgets_are_kept() -> None:
         searched(model, data, {"bits": 3.0}, steps=0)
 
 
+def test_inference_has_forward_products_alone() -> None:
+    model, data = planted(depth=1)
+    result = searched(model, data, {"loss": 10.0}, steps=0)
+    assert result.coverage == 1.0 and result.cost["bits"] == 4.5
+    assert {operand.direction for operand in result.chosen} == {"rowwise"}
+
+
 def test_the_time_limit_ends_a_search_with_a_sentence() -> None:
     model, data = planted(1)
     before = [p.clone() for p in model.parameters()]
