@@ -132,8 +132,8 @@ def _wait(groups):
 
 
 @gluon.constexpr_function
-def _read(kind, results, address, at):
-    return f"ld.shared.{kind} {results}, [{address}+{at}];"
+def _read(at):
+    return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{at}];"
 
 
 @gluon.constexpr_function
@@ -154,8 +154,14 @@ def _copied(text: gl.constexpr, to, source, wanted):
 
 
 @gluon.jit
-def _ask(wanted, slot, queue, w, blocks, w_row, PACKED: gl.constexpr):
+def _ask(
+    piece, TILE: gl.constexpr, pieces, tiles, slot, queue, w, blocks, w_row, s_row, WK: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
     """Has a step's words of a lane's row of the weight copied, of the row 8 below, and scales; a group, maybe empty."""
+    wanted = ((piece < pieces) & (TILE < tiles)).to(gl.int32)
+    w += TILE * 16 * w_row + piece * (16 * WK)
+    blocks += TILE * 16 * s_row + piece * (4 * WK)
     _copied(_copy("cg", 16, 0), queue[0] + slot, w, wanted)
     _copied(_copy("cg", 16, 512), queue[0] + slot, w + 8 * w_row, wanted)
     if PACKED:
@@ -163,19 +169,21 @@ def _ask(wanted, slot, queue, w, blocks, w_row, PACKED: gl.constexpr):
     _run("cp.async.commit_group; // $0")
 
 
+@gluon.constexpr_function
+def _read_pair(at):
+    return f"ld.shared.u16 $0, [$1+{at}];"
+
+
 @gluon.jit
 def _words(at, PLACE: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        _read("v4.b32", "{$0, $1, $2, $3}", "$4", PLACE), "=r,=r,=r,=r,r,r,r,r", [at], dtype=gl.int32, is_pure=False,
-        pack=4,
-    )  # fmt: skip
+    return gl.inline_asm_elementwise(_read(PLACE), "=r,=r,=r,=r,r,r,r,r", [at], dtype=gl.int32, is_pure=False, pack=4)
 
 
 @gluon.jit
 def _pair(at, PLACE: gl.constexpr):
     """Reads two scales as one number."""
     pair = gl.inline_asm_elementwise(
-        _read("u16", "$0", "$1", PLACE), "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1
+        _read_pair(PLACE), "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
     return pair.expand_dims(4)
 
@@ -270,18 +278,10 @@ def _epilogue(y, other, EPILOGUE: gl.constexpr):
 @gluon.jit
 def _added(at, WK: gl.constexpr, APART: gl.constexpr):
     """Adds what the warps left at `at`, each APART bytes behind the one before."""
-    out = _floats(at, 0)
+    out = _words(at, 0).to(gl.float32, bitcast=True)
     for i in gl.static_range(1, WK):
-        out = out + _floats(at, i * APART)
+        out = out + _words(at, i * APART).to(gl.float32, bitcast=True)
     return out
-
-
-@gluon.jit
-def _floats(at, PLACE: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        _read("v4.f32", "{$0, $1, $2, $3}", "$4", PLACE), "=f,=f,=f,=f,r,r,r,r", [at], dtype=gl.float32, is_pure=False,
-        pack=4,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -368,11 +368,7 @@ def direct_kernel(
     if EARLY:
         _run("griddepcontrol.launch_dependents; // $0")
     for i in gl.static_range(DEPTH - 1):
-        _ask(
-            ((i // TILES < pieces) & (i % TILES < tiles)).to(gl.int32), i * SLOT, queue,
-            w + (i % TILES * 16 * w_row + i // TILES * (16 * WK)),
-            blocks + (i % TILES * 16 * s_row + i // TILES * (4 * WK)), w_row, PACKED,
-        )  # fmt: skip
+        _ask(i // TILES, i % TILES, pieces, tiles, i * SLOT, queue, w, blocks, w_row, s_row, WK, PACKED)
     if EARLY:
         _run("griddepcontrol.wait; // $0")
     mine = wk < tiles
@@ -391,11 +387,9 @@ def direct_kernel(
         xs = _tokens(x_at, gl.minimum(piece + 1, pieces - 1) * (16 * WK * QUADS), GROUPS, QUADS)
         more = ()
         for t in gl.static_range(TILES):
-            later = piece + (t + DEPTH - 1) // TILES
             _ask(
-                ((later < pieces) & ((t + DEPTH - 1) % TILES < tiles)).to(gl.int32), ask, queue,
-                w + ((t + DEPTH - 1) % TILES * 16 * w_row + later * (16 * WK)),
-                blocks + ((t + DEPTH - 1) % TILES * 16 * s_row + later * (4 * WK)), w_row, PACKED,
+                piece + (t + DEPTH - 1) // TILES, (t + DEPTH - 1) % TILES, pieces, tiles, ask, queue, w, blocks, w_row,
+                s_row, WK, PACKED,
             )  # fmt: skip
             _run(_wait(DEPTH - 2))
             ahead = _step(read, words_at, pairs_at, PACKED)

@@ -28,8 +28,8 @@ class Array(np.ndarray[Any, Any]):
     def expand_dims(self, axis: int) -> Array:
         return np.expand_dims(self, axis).view(Array)
 
-    def to(self, kind: Callable[[Any], Any]) -> Array:
-        return np.asarray(kind(self)).view(Array)
+    def to(self, kind: Any, bitcast: bool = False) -> Array:
+        return self.view(kind).view(Array) if bitcast else np.asarray(kind(self)).view(Array)
 
 
 def bf16_bits(x: Any) -> Any:
@@ -189,12 +189,11 @@ class Shared:
         elif copy := re.search(r"@p cp\.async\.c[ag]\S+ \[\$1\+(\d+)\], \[\$2\], (\d+);", text):
             to, source, wanted = arguments
             self.copy(np.asarray(to) + int(copy[1]), source, np.asarray(wanted), int(copy[2]))
-        elif read := re.match(r"ld\.shared\.(u16|v4\.b32|v4\.f32) .*\[\$\d\+(\d+)\];", text):
+        elif read := re.match(r"ld\.shared\.(u16|v4\.b32) .*\[\$\d\+(\d+)\];", text):
             places = np.asarray(arguments[0]) + int(read[2])
             if read[1] == "u16":
                 return (self.memory[places] | self.memory[places + 1].astype(np.uint32) << 8).view(Array)
-            kind = np.uint32 if read[1] == "v4.b32" else np.float32
-            return self.memory[places[..., :1] + np.arange(16)].view(kind).view(Array)
+            return self.memory[places[..., :1] + np.arange(16)].view(np.uint32).view(Array)
         elif written := re.match(r"st\.shared\.v4\.f32 \[\$4\+(\d+)\]", text):
             places = np.asarray(arguments[0])[..., :1] + int(written[1]) + np.arange(16)
             self.memory[places] = np.ascontiguousarray(arguments[1], np.float32).view(np.uint8)
