@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from torch import Tensor
 from fxquant.errors import RecipeError
 from fxquant.kernels.operator import operator
 from fxquant.kernels.state.step import StepState
+
+T = TypeVar("T")
+
+
+@contextmanager
+def _within(scopes: list[T], value: T) -> Iterator[None]:
+    """Enters a scope of a value inside those that there are."""
+    scopes.append(value)
+    try:
+        yield
+    finally:
+        scopes.pop()
 
 
 class Multiply(Protocol):
@@ -27,14 +39,9 @@ _running: list[Multiply] = []
 """The products of nested scopes; not by thread, since autograd runs a backward on a thread of its own."""
 
 
-@contextmanager
-def multiplying(multiply: Multiply) -> Iterator[None]:
-    """Runs the products of this scope by `multiply`."""
-    _running.append(multiply)
-    try:
-        yield
-    finally:
-        _running.pop()
+def multiplying(multiply: Multiply) -> AbstractContextManager[None]:
+    """Runs the products of a scope by `multiply`."""
+    return _within(_running, multiply)
 
 
 @operator(namespace="fxquant_kernels")
@@ -81,14 +88,9 @@ _traced: list[int] = []
 _choosing: list[Gemm] = []
 
 
-@contextmanager
-def chosen_later(graph: int) -> Iterator[None]:
-    """Traces linears, in this scope, as products that are quantized as the scope says in which they run."""
-    _traced.append(graph)
-    try:
-        yield
-    finally:
-        _traced.pop()
+def chosen_later(graph: int) -> AbstractContextManager[None]:
+    """Traces linears, in a scope, as products that are quantized as the scope says in which they run."""
+    return _within(_traced, graph)
 
 
 def traced_graph() -> int | None:
@@ -96,14 +98,9 @@ def traced_graph() -> int | None:
     return _traced[-1] if _traced else None
 
 
-@contextmanager
-def choosing(gemm: Gemm) -> Iterator[None]:
-    """Runs the products of this scope, which were traced to be chosen later, by `gemm`."""
-    _choosing.append(gemm)
-    try:
-        yield
-    finally:
-        _choosing.pop()
+def choosing(gemm: Gemm) -> AbstractContextManager[None]:
+    """Runs the products of a scope, which were traced to be chosen later, by `gemm`."""
+    return _within(_choosing, gemm)
 
 
 @operator(namespace="fxquant_kernels")
