@@ -271,6 +271,18 @@ class OneLinear(nn.Module):
         return self.fc(x)
 
 
+class Region(nn.Module):
+    """A layer in a region that torch captures once for all that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 class GatedBlock(nn.Module):
     """A residual SwiGLU block behind a norm."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Region
 from probed import EAGER, Heavy, Own, assert_row, by_operand, cosine, error, expected, seen
 from ranks import Ranks
 from torch import Tensor, nn
@@ -362,16 +363,6 @@ def test_what_no_operand_matches_is_told(compiled: Any) -> None:
             ask()
     with pytest.raises(OptionError, match="a probe measures one model"), fxquant.probe([compiled]):
         pass
-
-
-class Region(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 def test_products_of_regions_are_listed() -> None:

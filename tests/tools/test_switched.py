@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Region
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,16 +97,6 @@ def test_attention_has_a_graph_for_each_choice_of_its_own() -> None:
     for chosen in (attention, units[1], [*attention, *units[1]]):
         assert_bits(trials, x, recipe, switched, chosen)
     assert len(switched._graphs) == 2, "with attention, and without"
-
-
-class Region(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 def test_a_whole_bisection_compiles_twice(monkeypatch: pytest.MonkeyPatch) -> None:

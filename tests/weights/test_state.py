@@ -171,7 +171,8 @@ def test_an_optimizer_goes_on_from_masters_as_if_it_had_never_stopped() -> None:
 
 def test_a_model_without_quantized_weights_is_told() -> None:
     plain = nn.Sequential(nn.Linear(32, 32))
-    with pytest.warns(fxquant.FxQuantWarning, match="no weight of Sequential is quantized: fxquant.quant") as told:
+    text = "no weight of Sequential is quantized: fxquant.quantize_par"
+    with pytest.warns(fxquant.FxQuantWarning, match=text) as told:
         assert fxquant.payload_state_dict(plain).keys() == plain.state_dict().keys()
     with pytest.warns(fxquant.FxQuantWarning, match="prepare_fsdp has prepared no weight of Sequential") as also:
         fxquant.precompute_scales(plain)
