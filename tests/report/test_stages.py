@@ -68,11 +68,11 @@ def test_the_list_of_all_has_every_pass(report: Report) -> None:
     half = [step.name for step in (*pipeline.MEANING, *pipeline.before_lowering())]
     names = [step.name for step in passes] + 2 * half
     assert [line.split()[1] for line in lines] == names
-    assert lines[2] == "captured  find of the captured graph: 2 nodes changed"
+    assert "captured  find of the captured graph: 2 nodes changed" in lines
 
 
 def test_errors_say_what_to_do(report: Report) -> None:
-    with pytest.raises(OptionError, match=r"no pass or stage 'fnid' .* those that did: captured, split_regions, "):
+    with pytest.raises(OptionError, match=r"no pass or stage 'fnid' .* those that did: captured, inputs_first, "):
         report.stage("fnid")
     with pytest.raises(OptionError, match=r"graph='\(' is not a regular expression"):
         report.stage("find", graph="(")
