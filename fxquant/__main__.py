@@ -33,7 +33,8 @@ from fxquant.recipes import places
 from fxquant.report.data import plain_spec
 from fxquant.report.json import SCHEMA
 from fxquant.report.text import aligned
-from fxquant.tools.console import number, printed
+from fxquant.tools.arguments import number, path, regex
+from fxquant.tools.console import printed
 from fxquant.tools.target import attribute, load, one_sentence, origin, sources, target
 
 
@@ -154,8 +155,8 @@ def _parser() -> argparse.ArgumentParser:
         "Prints a report that explain --json or Report.save wrote, or writes its page.", "report.json -o report.html",
     )  # fmt: skip
     report.add_argument("report", metavar="REPORT.json", help="the report as JSON")
-    report.add_argument("-o", "--html", metavar="PATH", type=_path, help="write the page there instead of printing")
-    report.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
+    report.add_argument("-o", "--html", metavar="PATH", type=path, help="write the page there instead of printing")
+    report.add_argument("--layer", metavar="REGEX", type=regex, default="", help="only layers whose name it finds")
     _add_views(report)
 
     diff = command(
@@ -165,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     diff.add_argument("a", metavar="A.json", help="a report as JSON")
     diff.add_argument("b", metavar="B.json", help="another one")
-    diff.add_argument("-o", "--html", metavar="PATH", type=_path, help="also write the comparison as a page")
+    diff.add_argument("-o", "--html", metavar="PATH", type=path, help="also write the comparison as a page")
     diff.add_argument("--exit-code", action="store_true", help="end with 1 if anything differs, as git diff does")
 
     _add_runs(command, recipe)
@@ -231,14 +232,14 @@ def _add_runs(command: Callable[..., argparse.ArgumentParser], recipe: dict[str,
     )  # fmt: skip
     quantize.add_argument("program", metavar="PROGRAM.pt2", help="the file of torch.export.save")
     quantize.add_argument("--recipe", **recipe)
-    quantize.add_argument("-o", "--output", metavar="PATH", type=_path, required=True, help="where the result goes")
+    quantize.add_argument("-o", "--output", metavar="PATH", type=path, required=True, help="where the result goes")
     quantize.add_argument(
         "--calibrate",
         metavar="DATA.pt",
-        type=_path,
+        type=path,
         help="a list of inputs, saved by torch.save, for static activation scales",
     )
-    quantize.add_argument("--report", metavar="PATH", type=_path, help="also write an HTML report")
+    quantize.add_argument("--report", metavar="PATH", type=path, help="also write an HTML report")
 
 
 def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any], shown: bool = True) -> None:
@@ -252,8 +253,8 @@ def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any], shown:
     command.add_argument("--recipe", **recipe)
     if not shown:
         return
-    command.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
-    command.add_argument("--html", metavar="PATH", type=_path, help="also write an HTML report, of all layers")
+    command.add_argument("--layer", metavar="REGEX", type=regex, default="", help="only layers whose name it finds")
+    command.add_argument("--html", metavar="PATH", type=path, help="also write an HTML report, of all layers")
 
 
 def _add_views(command: argparse.ArgumentParser) -> None:
@@ -264,20 +265,6 @@ def _add_views(command: argparse.ArgumentParser) -> None:
         "--card", metavar="NAME", help="tell kernels and times of this card, such as H100, instead of here"
     )
     command.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
-
-
-def _path(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("a path is expected, and this one is empty")
-    return text
-
-
-def _regex(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
-    return text
 
 
 def _recipe(name: str) -> recipes.Recipe:

@@ -45,7 +45,8 @@ from fxquant.bench.rounds import ROUNDS, Row, Turns, measure
 from fxquant.errors import OptionError
 from fxquant.files import check_place
 from fxquant.report.text import aligned
-from fxquant.tools.console import number, printed
+from fxquant.tools.arguments import number
+from fxquant.tools.console import printed
 from fxquant.tools.progress import progress
 
 COLUMNS = (

@@ -1,13 +1,10 @@
-"""Numbers that commands take, and the way they print what they found."""
+"""Prints what a command found."""
 
 from __future__ import annotations
 
-import argparse
 import io
-import math
 import os
 import sys
-from collections.abc import Callable
 
 
 def printed(text: str) -> int:
@@ -25,18 +22,3 @@ def printed(text: str) -> int:
             print(f"fxquant: error: stdout cannot be written: {error.strerror}", file=sys.stderr)
             return 1
     return 0
-
-
-def number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
-    """Returns a reader of arguments that are an int, or a finite float, of at least `least`."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = kind(least) - 1
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' * (kind is int)}number of at least {least:g}")
-        return value
-
-    return read
