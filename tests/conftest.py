@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -52,15 +53,37 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 
+_shared: dict[str, dict[Any, Any]] = {}
+"""What tests of one function share, by its name: of the function whose tests run, if they ask for it."""
+
+
+def _function(request: pytest.FixtureRequest) -> str:
+    return str(request.node.nodeid).partition("[")[0]
+
+
 @pytest.fixture(autouse=True)
-def clean_compiler() -> Iterator[None]:
-    """Forgets compiled code, so that no test counts another's compilations."""
-    torch.compiler.reset()
+def clean_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forgets compiled code, so that no test counts another's compilations, but for what tests share."""
+    function = _function(request) if "shared" in request.fixturenames else ""
+    if function not in _shared:
+        _shared.clear()
+        torch.compiler.reset()
+        if function:
+            _shared[function] = {}
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # of the CPU alone: seeds of devices that are not there wait in a list, each with the text of its stack
         torch.default_generator.manual_seed(0)
     yield
+
+
+@pytest.fixture
+def shared(request: pytest.FixtureRequest, clean_compiler: None) -> dict[Any, Any]:
+    """What the tests of one function have compiled, for those that follow: empty for the first.
+
+    A test brings what it takes into the state in which the first would have it.
+    """
+    return _shared[_function(request)]
 
 
 @pytest.fixture(scope="session")

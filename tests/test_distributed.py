@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,18 +102,30 @@ WAYS = {
 }
 
 
+def six_blocks() -> tuple[Blocks, Tensor]:
+    torch.manual_seed(0)
+    return Blocks(6), torch.randn(32, 64, requires_grad=True)
+
+
+@functools.cache
+def block_by_block() -> Tensor:
+    """Returns the output of `six_blocks`, each block compiled alone under its recipe of `place_rules`."""
+    model, x = six_blocks()
+    names = ("high_precision", "mxfp8", "nvfp4", "mxfp8", "mxfp8", "high_precision")
+    alone = {name: fxquant.compile(Blocks(1), name, options={"inner": "aot_eager"}) for name in set(names)}
+    for name, block in zip(names, model.layers, strict=True):
+        alone[name].load_state_dict(block.state_dict(prefix="_orig_mod.layers.0."))
+        x = alone[name](x).detach().requires_grad_()
+    return x.detach()
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_rules_by_name_hold_in_graphs_that_blocks_share(group: dist.ProcessGroup, way: str, sharded: bool) -> None:
-    torch.manual_seed(0)
-    model, x = Blocks(6), torch.randn(32, 64, requires_grad=True)
+    expected = block_by_block()
+    torch.compiler.reset()
+    model, x = six_blocks()
     recipe = place_rules(model)
-    blocks = [fxquant.compile(Blocks(1), answer, options={"inner": "aot_eager"}) for answer in
-              ("high_precision", "mxfp8", "nvfp4", "mxfp8", "mxfp8", "high_precision")]  # fmt: skip
-    expected = x
-    for alone, block in zip(blocks, model.layers, strict=True):
-        alone.load_state_dict(block.state_dict(prefix="_orig_mod.layers.0."))
-        expected = alone(expected)
     if sharded:
         for block in model.layers:
             fully_shard(block, mesh=init_device_mesh("cpu", (1,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections import OrderedDict
 from typing import Any
@@ -43,13 +44,20 @@ def batch(step: int, width: int = 128) -> Tensor:
     return torch.randn(32, width, generator=torch.Generator().manual_seed(step))
 
 
-def trained(model: nn.Module, recipe: str, optimizer: Any = None, steps: int = 3) -> tuple[dict[str, Tensor], Any]:
-    """Outputs and gradients of each step and the state dict behind them, and the report."""
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+def trained(model: nn.Module, recipe: str, steps: int = 3) -> tuple[dict[str, Tensor], Any]:
+    """The results of steps of AdamW, and the report."""
     torch.compiler.reset()
     backend = eager_backend(recipe, model=model)
-    run = torch.compile(model, backend=backend)
-    optimizer = (optimizer or (lambda p: torch.optim.AdamW(p, 1e-2)))(model.parameters())
-    seen: dict[str, Tensor] = {}
+    return stepped(model, torch.compile(model, backend=backend), adamw, steps), backend.report()
+
+
+def stepped(model: nn.Module, run: Any, make_optimizer: Any, steps: int) -> dict[str, Tensor]:
+    """Outputs and gradients of each step of `run`, a compiled `model`, and the state dict behind them."""
+    optimizer, seen = make_optimizer(model.parameters()), dict[str, Tensor]()
     for step in range(steps):
         y = run(batch(step))
         y.square().mean().backward()
@@ -58,7 +66,7 @@ def trained(model: nn.Module, recipe: str, optimizer: Any = None, steps: int = 3
         assert all(type(p.grad) is Tensor for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    return {**seen, **model.state_dict()}, backend.report()
+    return {**seen, **{name: value.detach().clone() for name, value in model.state_dict().items()}}
 
 
 def parts(model: nn.Module) -> dict[str, Tensor]:
@@ -112,11 +120,17 @@ class _Closed:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_trains_the_masters(optimizer: Any) -> None:
-    plain, _ = trained(block(width=128), "mxfp8", optimizer, steps=2)
-    stored, _ = trained(fxquant.quantize_parameters(block(), "mxfp8"), "mxfp8", optimizer, steps=2)
-    assert_same_bits(stored, plain)
-    assert not torch.equal(stored["up.weight"], block().up.weight)
+def test_every_optimizer_trains_the_masters(optimizer: Any, shared: dict[str, Any]) -> None:
+    if not shared:
+        for kind, model in (("plain", block()), ("stored", fxquant.quantize_parameters(block(), "mxfp8"))):
+            shared[kind] = model, torch.compile(model, backend=eager_backend("mxfp8", model=model))
+    results = []
+    for model, run in shared.values():
+        model.load_state_dict(block().state_dict())
+        model.zero_grad()
+        results.append(stepped(model, run, optimizer, steps=2))
+    assert_same_bits(*results)
+    assert not torch.equal(results[1]["up.weight"], block().up.weight)
 
 
 def test_a_step_quantizes_a_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,17 +164,21 @@ def test_a_step_quantizes_a_weight_once(monkeypatch: pytest.MonkeyPatch) -> None
     lambda m: m.up.weight.copy_(2 * m.up.weight),
     lambda m: m.load_state_dict({"up.weight": 2 * m.up.weight}, strict=False),
 ])  # fmt: skip
-def test_a_write_through_any_view_is_seen(write: Any) -> None:
-    model = fxquant.quantize_parameters(block(), "mxfp8")
-    run = torch.compile(model, backend=eager_backend("mxfp8"))
-    run(batch(0))
+def test_a_write_through_any_view_is_seen(write: Any, shared: dict[str, Any]) -> None:
+    if not shared:
+        plain, model = block(), fxquant.quantize_parameters(block(), "mxfp8")
+        with torch.no_grad():
+            plain.up.weight.mul_(2)
+        shared["output"] = torch.compile(plain, backend=eager_backend("mxfp8"))(batch(0))
+        shared["parts"] = parts(fxquant.quantize_parameters(plain, "mxfp8"))
+        shared["model"] = model, torch.compile(model, backend=eager_backend("mxfp8"))
+    model, run = shared["model"]
+    model.load_state_dict(block().state_dict())
+    assert not torch.equal(run(batch(0)), shared["output"])
     with torch.no_grad():
         write(model)
-    plain = block()
-    with torch.no_grad():
-        plain.up.weight.mul_(2)
-    assert torch.equal(run(batch(0)), torch.compile(plain, backend=eager_backend("mxfp8"))(batch(0)))
-    assert_same_bits(parts(model), parts(fxquant.quantize_parameters(plain, "mxfp8")))
+    assert torch.equal(run(batch(0)), shared["output"])
+    assert_same_bits(parts(model), shared["parts"])
 
 
 def test_the_scope_of_quantized_init_names_layers_as_the_whole_model_does() -> None:
@@ -438,6 +456,7 @@ def test_assigned_data_are_written_into_the_weight() -> None:
     assert model.up.weight.master.is_shared() and model.up.weight.parts("rowwise")[0].is_shared()
 
 
+@pytest.mark.usefixtures("casts_as_meant")
 def test_inductor_takes_stored_weights() -> None:
     results = []
     for store in (False, True):
@@ -454,8 +473,8 @@ def test_inductor_takes_stored_weights() -> None:
 
 
 def test_a_compiled_optimizer_trains_masters() -> None:
-    results = []
-    for model in (block(), fxquant.quantize_parameters(block(), "mxfp8")):
+    results, layer = [], nn.Linear(128, 96)
+    for model in (copy.deepcopy(layer), fxquant.quantize_parameters(copy.deepcopy(layer), "mxfp8")):
         torch.compiler.reset()
         run, optimizer = (
             torch.compile(model, backend=eager_backend("mxfp8")),
@@ -477,24 +496,23 @@ def test_a_program_of_stored_weights_is_refused() -> None:
         fxquant.quantize_program(program, "mxfp8")
 
 
-@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
-def test_training_is_as_good_as_bf16_parameters_with_float32_masters(masters: torch.dtype) -> None:
-    """Losses of a teacher's pupils after some steps, beside the noise of three seeds."""
-
-    def loss_of(seed: int, store: bool) -> float:
-        torch.compiler.reset()
-        teacher = block()
+@functools.cache
+def losses_of_pupils(masters: torch.dtype | None) -> list[float]:
+    """A teacher's pupils after some steps, one a seed: stored quantized with masters, or bf16 with float32 copies."""
+    torch.compiler.reset()
+    teacher, model = block(), Block().to(masters or torch.bfloat16)
+    if masters is not None:
+        fxquant.quantize_parameters(model, "mxfp8")
+    run, losses = torch.compile(model, backend=eager_backend("mxfp8")), []
+    for seed in range(3):
         torch.manual_seed(1 + seed)
-        model = Block().to(masters if store else torch.bfloat16)
-        if store:
-            fxquant.quantize_parameters(model, "mxfp8")
-        run = torch.compile(model, backend=eager_backend("mxfp8"))
-        copies = None if store else [p.detach().float() for p in model.parameters()]
-        optimizer = torch.optim.AdamW(model.parameters() if copies is None else copies, 1e-2)
+        model.load_state_dict(Block().to(masters or torch.bfloat16).state_dict())
+        copies = [p.detach().float() for p in model.parameters()] if masters is None else None
+        optimizer = torch.optim.AdamW(copies or model.parameters(), 1e-2)
         for step in range(15):
             x = batch(100 * seed + step)
-            with torch.autocast("cpu", torch.bfloat16, enabled=store and masters == torch.float32):
-                y = run(x if store and masters == torch.float32 else x.bfloat16())
+            with torch.autocast("cpu", torch.bfloat16, enabled=masters == torch.float32):
+                y = run(x if masters == torch.float32 else x.bfloat16())
             loss = (y.float() - teacher(x).detach()).square().mean()
             loss.backward()
             for p, copied in zip(model.parameters(), copies or (), strict=False):
@@ -504,10 +522,14 @@ def test_training_is_as_good_as_bf16_parameters_with_float32_masters(masters: to
             with torch.no_grad():
                 for p, copied in zip(model.parameters(), copies or (), strict=False):
                     p.copy_(copied)
-        return loss.item()
+        losses.append(loss.item())
+    return losses
 
-    reference = [loss_of(seed, False) for seed in range(3)]
-    stored = [loss_of(seed, True) for seed in range(3)]
+
+@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
+def test_training_is_as_good_as_bf16_parameters_with_float32_masters(masters: torch.dtype) -> None:
+    """Losses beside the noise of three seeds."""
+    reference, stored = losses_of_pupils(None), losses_of_pupils(masters)
     noise = max(reference) - min(reference)
     assert abs(sum(stored) - sum(reference)) / 3 < noise and max(stored) < 0.5
 
