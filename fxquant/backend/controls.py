@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from fxquant.backend.blocks import Place, expected, holds, names_in, path_in, place_of
 from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.copies import mark
+from fxquant.backend.missed import Missed
 from fxquant.backend.notices import tell_prompt, watch
 from fxquant.backend.outer import outermost
 from fxquant.checks import checked
 from fxquant.compat.inside.frames import add_guard, compiled_call, frame_being_compiled, is_method_of, unwrapped
+from fxquant.compat.inside.recompiles import compiles_nothing_new
 from fxquant.errors import ArgumentError, FxQuantWarning, tell
 from fxquant.recipes import HighPrecision, Recipe, resolve
 
@@ -133,6 +135,7 @@ class Controls:
         self._noted: tuple[Callable[[], nn.Module | None], Recipe | None] = (lambda: None), None
         """The module that ran last, and its recipe."""
         self._guarded = threading.local()
+        self._missed = Missed(self._runs_here)
         _all.add(self)
 
     def add_root(self, module: nn.Module) -> None:
@@ -235,7 +238,7 @@ class Controls:
 
     def run(self) -> None:
         """Notes the module of the call whose guards have held: torch also asks the guards of graphs that do not run."""
-        self._guarded.runs = getattr(self._guarded, "runs", 0) + 1
+        self._guarded.runs = self._runs_here() + 1
         root = getattr(self._guarded, "root", None)
         if root is not None:
             self._guarded.root = None
@@ -249,7 +252,10 @@ class Controls:
 
     def runs(self) -> tuple[int, int]:
         """Counts the runs of compiled graphs so far: on this thread, and on all, where some may be missed."""
-        return getattr(self._guarded, "runs", 0), sum(backend.records.runs for backend in [*self.backends.values()])
+        return self._runs_here(), sum(backend.records.runs for backend in [*self.backends.values()])
+
+    def _runs_here(self) -> int:
+        return getattr(self._guarded, "runs", 0)
 
     def ran_since(self, before: tuple[int, int]) -> bool:
         """Returns True if a compiled graph has run since `runs` gave this, for threads of one call too."""
@@ -257,7 +263,7 @@ class Controls:
 
     def begin(self) -> Backend:
         """The backend for the graph that is being compiled, which gets its guard."""
-        _, frame = frame_being_compiled()
+        code, frame = frame_being_compiled()
         place = place_of_root(frame)
         root = root_at(frame, place)
         recipe = self._of_call(root)
@@ -271,6 +277,8 @@ class Controls:
             if root is None:
                 root = root_of(frame)
             current = self._of_call(root)
+            if compiles_nothing_new() and not isinstance(current, HighPrecision):
+                self._missed.ask(backend.records, code)
             if current is not recipe and current != recipe:
                 return False
             if root is not None and root not in self._located:

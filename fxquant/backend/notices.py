@@ -173,8 +173,8 @@ def _tell_limit(backend: Any, text: str) -> None:
             _tell_plain(records)
 
 
-def _tell_plain(records: Records, why: str = "") -> None:
-    """Warns once that some inputs run unquantized, and why if that is known."""
+def _tell_plain(records: Records, why: str = "", part: str = "") -> None:
+    """Warns once that some inputs run unquantized, in a whole call or in `part`, and why if that is known."""
     if records.told_plain or isinstance(records.recipe, HighPrecision):
         return
     records.told_plain = True
@@ -182,12 +182,20 @@ def _tell_plain(records: Records, why: str = "") -> None:
         limit = f"{records.limits[0]}. Raise the limit, or mark sizes dynamic"
         text = f"new inputs of {records.what} run unquantized: {limit}"
     elif records.graphs:
-        text = f"a call of {records.what} ran no compiled graph, and so unquantized: {why or _WHY}"
+        text = f"{part}a call of {records.what} ran no compiled graph, and so unquantized: {why or _WHY}"
     else:
         breaks = "; ".join(text for seen in records.uncaptured for text in seen.breaks[:3])
         why = why or (f"{breaks}. {_BESIDE}" if breaks else _WHY)
         text = f"torch.compile captured no graph of {records.what}, which ran unquantized: {why}"
     tell(text, UnquantizedWarning)
+
+
+def tell_missed(records: Records, *, whole: bool) -> None:
+    """Warns once that a call, or a part of one, had no graph under a stance of torch, which the report says then."""
+    why = told_not_to_compile()
+    if not records.whole or not whole:  # `Calls` counts the others
+        records.missed = f"{'calls' if whole else 'parts of calls'} of {records.what} that had no graph, since {why}"
+    _tell_plain(records, why, part="" if whole else "a part of ")
 
 
 def tell_failed(records: Records, error: Exception) -> None:

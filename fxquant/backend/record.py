@@ -148,8 +148,8 @@ class Records:
     `runs` counts the runs of all. Where a whole model is compiled (`whole`), `calls` counts its calls and `plain` those
     that ran no graph, by the reason if it is known; `outside` names the layers that no call reaches. `uncaptured` has
     what first calls ran outside of graphs: that of the model (`first_seen`), or those of all that was compiled, which
-    are `watched`. `limits` has the functions that torch does not compile any more, and `failed` the errors of graphs
-    that it runs as they are. `what` names the model, and `dispatch` says that the option
+    are `watched`. `limits` has the functions that torch does not compile any more, `failed` the errors of graphs
+    that it runs as they are, and `missed` names calls that had no graph. `what` names the model, and `dispatch` says that the option
     `quantized_dispatch` was given. Those of a copied backend know the ones that they are a `copy_of`, which then count
     as run (`elsewhere`).
     """
@@ -164,6 +164,7 @@ class Records:
     plain: Counter[str] = field(default_factory=Counter)
     limits: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    missed: str = ""
     outside: list[str] = field(default_factory=list)
     uncaptured: list[Uncaptured] = field(default_factory=list)
     first_seen: bool = False
@@ -268,6 +269,8 @@ class Records:
         report.uncompiled = [] if self.graphs else ["no graph has run"]
         report.uncompiled += [f"new inputs, since {text}" for text in self.limits]
         report.uncompiled += [f"a graph that failed: {text}" for text in self.failed]
+        if self.missed:
+            report.uncompiled.append(self.missed)
         if self.outside:
             report.uncompiled.append(f"outside of {self.what}, as the model has it: {', '.join(self.outside)}")
         for why, count in self.plain.items():

@@ -85,6 +85,11 @@ _STANCES = {
 """The effect of each stance of torch on a call that has no graph."""
 
 
+def compiles_nothing_new() -> bool:
+    """Returns True under the stance of torch that runs what is compiled, and what has no graph as it is."""
+    return eval_frame._stance.stance == "eager_on_recompile"
+
+
 def told_not_to_compile(function: Any = None) -> str:
     """Returns what keeps torch from compiling a call of a function or module now; empty if nothing does."""
     stance: Any = eval_frame._stance
