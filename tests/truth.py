@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -76,10 +77,28 @@ def _loop(condition: Any, step: Any, carried: Sequence[Any], more: Sequence[Any]
     return carried
 
 
+def _mapped(body: Any, inputs: Sequence[Tensor], more: Sequence[Any]) -> Sequence[Any]:
+    steps = [body(*step, *more) for step in zip(*(x.unbind() for x in inputs), strict=True)]
+    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*steps, strict=True)]
+
+
+def _scanned(step: Any, carried: Sequence[Any], inputs: Sequence[Tensor], more: Sequence[Any]) -> Sequence[Any]:
+    def body(*slices: Any) -> Sequence[Any]:
+        nonlocal carried
+        result = step(*carried, *slices, *more)
+        carried = result[: len(carried)]
+        return result[len(carried) :]  # type: ignore[no-any-return]
+
+    outputs = _mapped(body, inputs, ())
+    return [*carried, *outputs]
+
+
 BODIES: dict[str, Callable[..., Any]] = {
     "invoke_subgraph": lambda graph, _, *operands: graph(*operands),
     "cond": lambda holds, yes, no, operands: (yes if holds else no)(*operands),
     "while_loop": _loop,
+    "map_impl": _mapped,
+    "scan": _scanned,
 }
 """The meanings of operators that run graphs, by their names."""
 

@@ -22,7 +22,7 @@ from fxquant.checks import first_line, place_of
 from fxquant.compat.inside.recompiles import (
     is_compiled,
     not_captured,
-    suppresses_errors,
+    runs_without,
     told_not_to_compile,
     watch_limits,
 )
@@ -199,15 +199,16 @@ def tell_missed(records: Records, *, whole: bool) -> None:
 
 
 def tell_failed(records: Records, error: Exception) -> None:
-    """Warns once that a graph failed to compile and that torch was told to run it as it is, which the report says."""
-    if not suppresses_errors():
+    """Warns once that a graph failed to compile and that torch runs its code as it is, which the report says."""
+    why = runs_without(error)
+    if not why:
         return
     records.failed.append(f"{type(error).__name__}: {first_line(error)}{place_of(error)}")
     if not records.told_plain:
         records.told_plain = True
         tell(
-            f"a graph of {records.what} failed to compile, and torch runs it unquantized, since "
-            f"torch._dynamo.config.suppress_errors is set: {records.failed[0]}",
+            f"a graph of {records.what} failed to compile, and torch runs it unquantized, since {why}: "
+            f"{records.failed[0]}",
             UnquantizedWarning,
         )
 

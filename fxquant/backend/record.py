@@ -148,10 +148,10 @@ class Records:
     `runs` counts the runs of all. Where a whole model is compiled (`whole`), `calls` counts its calls and `plain` those
     that ran no graph, by the reason if it is known; `outside` names the layers that no call reaches. `uncaptured` has
     what first calls ran outside of graphs: that of the model (`first_seen`), or those of all that was compiled, which
-    are `watched`. `limits` has the functions that torch does not compile any more, `failed` the errors of graphs
-    that it runs as they are, and `missed` names calls that had no graph. `what` names the model, and `dispatch` says that the option
-    `quantized_dispatch` was given. Those of a copied backend know the ones that they are a `copy_of`, which then count
-    as run (`elsewhere`).
+    are `watched`. `limits` has the functions that torch does not compile any more, `failed` the errors of graphs that
+    it runs as they are, and `missed` names calls that had no graph. `what` names the model, and `dispatch` says that
+    the option `quantized_dispatch` was given. Those of a copied backend know the ones that they are a `copy_of`, which
+    then count as run (`elsewhere`).
     """
 
     recipe: Recipe

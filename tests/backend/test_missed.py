@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import eager_backend
 from torch import Tensor, nn
 
 import fxquant
 from fxquant import UnquantizedWarning
-from helpers import eager_backend
 
 STANCE = "eager_on_recompile"
 

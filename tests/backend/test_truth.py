@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import eager_backend
-from torch import Tensor, fx, nn
+from torch import Tensor, _higher_order_ops, fx, nn
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from truth import Counted, Counts, Layered, differences, reported, without_layers
 
 import fxquant
@@ -48,22 +49,28 @@ def test_a_graph_counts_once_where_torch_starts_again() -> None:
 
 
 class Failing(Backend):
-    """Fails to compile graphs of more than one layer."""
+    """Fails to compile graphs of more than one layer, by an error."""
+
+    error: Exception = NotImplementedError()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if len(gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.linear.default)) > 1:
-            raise NotImplementedError
+            raise self.error
         return super().compile(gm, example_inputs)
 
 
-def test_a_graph_that_cannot_be_compiled_does_not_count() -> None:
+@pytest.mark.parametrize("suppressed", [True, False])
+def test_a_graph_that_cannot_be_compiled_does_not_count(suppressed: bool) -> None:
     model, x = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)), torch.randn(32, 64)
-    backend = Failing("mxfp8", inner="aot_eager")
-    with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=True):
-        with pytest.warns(UnquantizedWarning, match="failed to compile, and torch runs it unquantized.*NotImplemented"):
+    backend, name, why = Failing("mxfp8", inner="aot_eager"), "NotImplementedError", "suppress_errors is set"
+    if not suppressed:
+        backend.error = UnsupportedOperatorException(torch.ops.aten.mm.default)
+        name, why = "UnsupportedOperatorException", "torch takes this error for a graph break"
+    with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=suppressed):
+        with pytest.warns(UnquantizedWarning, match=f"failed to compile, and torch runs it unquantized.*{why}: {name}"):
             assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
     report = backend.report()
-    assert "a graph that failed: NotImplementedError" in str(report)
+    assert f"a graph that failed: {name}" in str(report)
     assert not report.decisions and backend.captured == 0
     assert report.coverage == 0 and "not compiled: no graph has run" in str(report)
 
@@ -428,6 +435,34 @@ def test_a_branch_runs_quantized_and_a_loop_as_often_as_it_goes(sign: int, layer
         torch.compile(model, backend=again, dynamic=False)(x, torch.tensor(3))
     assert counted.quantized["forward"].total() == layers + 3
     assert sum("one of its steps counts" in d.detail for d in again.report().decisions) == 2
+
+
+class Stepping(nn.Module):
+    """A layer in each step of a loop."""
+
+    def __init__(self, loop: str) -> None:
+        super().__init__()
+        self.loop, self.layer = loop, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.loop == "map":
+            return _higher_order_ops.map(self.layer, x)  # type: ignore[no-any-return]
+        start = torch.zeros_like(x[0])
+        return _higher_order_ops.scan(lambda c, y: (c + self.layer(y), c.clone()), start, x)[0]  # type: ignore
+
+
+@pytest.mark.parametrize("loop", ["map", "scan"])
+def test_each_step_of_a_loop_runs_quantized(loop: str) -> None:
+    model, x = Stepping(loop), torch.randn(3, 32, 64)
+    backend = Layered("mxfp8", model=model)
+    with Counted() as counted, torch.set_grad_enabled(loop == "map"):
+        y = torch.compile(model, backend=backend)(x)
+        if loop == "map":
+            y.sum().backward()
+    said = without_layers(reported(backend.report()))
+    for phase, gemms in without_layers(counted.quantized).items():
+        assert gemms == Counter({gemm: 3 * count for gemm, count in said[phase].items()})
+    assert not any(sum(names.values()) for names in counted.plain.values())
 
 
 def once(f: Callable[..., Tensor]) -> Callable[..., Tensor]:

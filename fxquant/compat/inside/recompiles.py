@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx, nn
 from torch._dynamo import config, eval_frame
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext
@@ -71,9 +72,26 @@ def watch_limits(tell: Callable[[Any, str], None]) -> None:
     logging.getLogger("torch._dynamo.convert_frame").addHandler(_Limits(tell))
 
 
-def suppresses_errors() -> bool:
-    """Returns True if torch runs what failed to compile as it is, and tells its log alone."""
-    return bool(config.suppress_errors)
+def runs_without(error: Exception) -> str:
+    """Returns why torch runs a frame as it is that failed to compile by an error, and tells its log alone.
+
+    Empty if it does not: the error reaches the user.
+    """
+    if config.suppress_errors:
+        return "torch._dynamo.config.suppress_errors is set"
+    translator = _translator()
+    if translator is None or not isinstance(error, exceptions_allowed_to_be_fallback):
+        return ""
+    whole = translator.one_graph or translator.error_on_graph_break
+    return "" if whole else "torch takes this error for a graph break"
+
+
+def _translator() -> Any:
+    """Returns the translator of the frame that Dynamo compiles now; None outside of Dynamo."""
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
 
 
 _STANCES = {
@@ -195,10 +213,8 @@ def breaks_around(gm: fx.GraphModule) -> list[str]:
         causes = [text for compiled, tried, text in _latest if compiled == number and tried < attempt]
         if number and causes:
             ends.fxquant_cause = causes[-1]  # also for the graph that begins there
-    try:
-        code = InstructionTranslator.current_tx().f_code
-    except AttributeError:  # not called by Dynamo
-        code = None
+    translator = _translator()
+    code = None if translator is None else translator.f_code
     resumed = re.fullmatch(r"torch_dynamo_resume_in_.*_at_(\d+)", code.co_name) if code is not None else None
     if code is not None and resumed is not None:
         place = (code.co_filename, int(resumed[1]))
