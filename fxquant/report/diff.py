@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,20 +106,16 @@ def compare(a: Source, b: Source, tolerance: Annotated[float, AtLeast(0)] = 0.01
     if first_name == second_name:
         first_name, second_name = "a", "b"
     before, after = _facts(first), _facts(second)
-    changes: list[tuple[str, Change]] = []
-    names = [*before, *(name for name in after if name not in before)]
-    for name in names:
-        if (change := _change(name, before.get(name), after.get(name), tolerance)) is not None:
-            changes.append((name, change))
-    formats: Counter[tuple[str, str]] = Counter()
-    for _, change in changes:
-        formats.update((o.a, o.b) for o in change.operands if o.a and o.b)
+    names = dict.fromkeys((*before, *after))
+    compared = (_change(name, before.get(name), after.get(name), tolerance) for name in names)
+    changes = [change for change in compared if change is not None]
+    formats = Counter((o.a, o.b) for change in changes for o in change.operands if o.a and o.b)
     return {
         "a": first,
         "b": second,
         "named": (first_name, second_name),
-        "summary": _summary(first, second),
-        "changes": _folded([name for name, _ in changes], [change for _, change in changes]),
+        "summary": _pairs(_whole(first), _whole(second)),
+        "changes": _folded(changes),
         "same": len(names) - len(changes),
         "formats": [(*pair, count) for pair, count in formats.most_common()],
     }
@@ -204,10 +200,7 @@ def _change(name: str, a: _Facts | None, b: _Facts | None, tolerance: float) -> 
     kernels = tuple(pair for pair in _pairs(old.kernels, new.kernels) if pair.a != pair.b)
     errors = tuple(pair for pair in _pairs(old.errors, new.errors) if _differ(pair.a, pair.b, tolerance))
     kind = _kind(a, b, operands, sizes, kernels)
-    if not kind and _differ(old.time, new.time, tolerance):
-        kind = "another time"
-    if not kind and errors:
-        kind = "another error"
+    kind = kind or ("another time" if _differ(old.time, new.time, tolerance) else "another error" if errors else "")
     if not kind:
         return None
     return Change(
@@ -223,9 +216,10 @@ def _change(name: str, a: _Facts | None, b: _Facts | None, tolerance: float) -> 
     )
 
 
-def _kind(a: _Facts | None, b: _Facts | None, operands: tuple[Operand, ...], *others: tuple[Pair, ...]) -> str:
+def _kind(
+    a: _Facts | None, b: _Facts | None, operands: Sequence[Operand], sizes: Sequence[Pair], kernels: Sequence[Pair]
+) -> str:
     """The kind of a change; empty where neither decisions nor sizes and kernels differ."""
-    sizes, kernels = others
     if a is None or b is None:
         return "only in b" if a is None else "only in a"
     if operands and a.quantized != b.quantized:
@@ -249,20 +243,18 @@ def _differ(a: float | None, b: float | None, tolerance: float) -> bool:
     return abs(a - b) > tolerance * max(abs(a), abs(b))
 
 
-def _folded(names: list[str], changes: list[Change]) -> list[Change]:
+def _folded(changes: list[Change]) -> list[Change]:
     """The changes with those of repeated layers in one, whose times and bytes are added up."""
+    names = [change.name for change in changes]
     contents = [(c.kind, c.operands, c.sizes, c.kernels, tuple(pair.what for pair in c.errors)) for c in changes]
     merged = []
     for name, places in folded(names, contents):
         members = [changes[place] for place in places]
         merged.append(
-            Change(
+            replace(
+                members[0],
                 name=name,
                 layers=tuple(names[place] for place in places),
-                kind=members[0].kind,
-                operands=members[0].operands,
-                sizes=members[0].sizes,
-                kernels=members[0].kernels,
                 time=_sum([member.time for member in members]),
                 bytes=_sum([member.bytes for member in members]),
                 errors=tuple(map(_worst, zip(*(member.errors for member in members), strict=True))),
@@ -283,12 +275,8 @@ def _worst(pairs: tuple[Pair, ...]) -> Pair:
     return Pair(what=pairs[0].what, a=a, b=b)
 
 
-def _summary(a: ReportData, b: ReportData) -> list[Pair]:
-    """The facts about the whole of both reports."""
-    return _pairs(_whole(a), _whole(b))
-
-
 def _whole(report: ReportData) -> dict[str, Any]:
+    """The facts about the whole of a report."""
     summary, time, header = report.summary(), report.time(), report.header
     skipped = {f"skipped as {SkipReason(name)}": count for name, count in summary["skipped"].items()}
     facts = {

@@ -16,14 +16,17 @@ from fxquant.files import write_whole
 from fxquant.report import html
 from fxquant.report.diff import KINDS, Change, Difference, Operand, Pair, Source, compare
 from fxquant.report.json import SCHEMA
-from fxquant.report.text import aligned, bytes_text, time_text
+from fxquant.report.text import aligned, bytes_text, count_text, shortened, time_text
 
 MOST_ROWS = 5
 """The rows of one kind of change in text, and the layers that a sentence names."""
 MOST_KINDS = 6
 """The kinds of changes whose rows are in text."""
 
-_SHOWN = {"coverage": "", "FLOPs quantized": "%", "FLOPs with one operand quantized": "%", "largest error": "%"}
+_WIDTH = 60
+"""The characters of a fact that are shown."""
+
+_SHARES = ("FLOPs quantized", "FLOPs with one operand quantized", "largest error")
 _ALWAYS = ("recipe", "FLOPs quantized", "estimated time (us)", "bytes of weights")
 """The facts that a comparison shows where they are equal too."""
 
@@ -58,7 +61,8 @@ def diff(a: Source, b: Source, tolerance: Annotated[float, AtLeast(0)] = 0.01) -
 def text(diff: Difference) -> str:
     """The facts that differ, then the changed layers of each kind."""
     shown = [pair for pair in diff.summary if pair.a != pair.b or pair.what in _ALWAYS]
-    rows = [(_label(pair), *(_cut(_value(pair.what, side)) for side in (pair.a, pair.b))) for pair in shown]
+    sides = [[shortened(_value(pair.what, side), _WIDTH) for side in (pair.a, pair.b)] for pair in shown]
+    rows = [(_label(pair), *texts) for pair, texts in zip(shown, sides, strict=True)]
     lines = [aligned([("", *diff.named), *rows]), *_sentences(diff)]
     kinds = list(diff.by_kind().items())
     for kind, changes in kinds[:MOST_KINDS]:
@@ -80,11 +84,11 @@ def _sentences(diff: Difference) -> list[str]:
         count = sum(len(change.layers) for change in changes)
         names = ", ".join(change.name for change in changes[:MOST_ROWS])
         more = f" and {len(changes) - MOST_ROWS} more kinds" if len(changes) > MOST_ROWS else ""
-        lines.append(f"{_count(count, 'layer')} {_title(diff, kind)}: {names}{more}")
-    formats = [f"{a} → {b} ({_count(count, 'operand')})" for a, b, count in diff.formats[:4]]
+        lines.append(f"{count_text(count, 'layer')} {_title(diff, kind)}: {names}{more}")
+    formats = [f"{a} → {b} ({count_text(count, 'operand')})" for a, b, count in diff.formats[:4]]
     more = f" and {len(diff.formats) - 4} more" if len(diff.formats) > 4 else ""
     lines += [f"formats: {'; '.join(formats)}{more}"] if formats else []
-    return [*lines, *_slower(diff), f"{_count(diff.same, 'layer')} the same", ""]
+    return [*lines, *_slower(diff), f"{count_text(diff.same, 'layer')} the same", ""]
 
 
 def _slower(diff: Difference) -> list[str]:
@@ -142,7 +146,7 @@ def _value(what: str, value: Any) -> str:
     """A fact of the summary as text."""
     if value is None:
         return "0" if what.startswith("skipped") else "-"
-    if what in _SHOWN:
+    if what in _SHARES:
         return f"{100 * value:.3g}%"
     if what.endswith(" (us)"):
         return time_text(value)
@@ -151,14 +155,6 @@ def _value(what: str, value: Any) -> str:
     if what.startswith("bytes"):
         return bytes_text(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _cut(text: str, most: int = 60) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def dumps(diff: Difference) -> str:
@@ -183,7 +179,7 @@ def page(diff: Difference) -> str:
     head += f"<h1><small>from</small> {a} <small>to</small> {b}</h1>"
     sides = [diff.a.recipe, diff.b.recipe] if diff.a.recipe != diff.b.recipe else [diff.a.recipe]
     models = dict.fromkeys(filter(None, (diff.a.header.model, diff.b.header.model)))
-    about = f"{' → '.join(models)}, {' → '.join(map(_cut, sides))}".strip(", ")
+    about = f"{' → '.join(models)}, {' → '.join(shortened(recipe, _WIDTH) for recipe in sides)}".strip(", ")
     head += f"<p class='soft'>{escape(about)}</p>"
     sections = [_section(diff, kind, changes) for kind, changes in diff.by_kind().items()]
     lead = "".join(f"<li>{escape(line)}</li>" for line in _sentences(diff) if line)
@@ -256,7 +252,7 @@ def _section(diff: Difference, kind: str, changes: Sequence[Change]) -> str:
     head = "<th scope='col'>layer</th><th scope='col'>change (open for each operand)</th>"
     head += "<th scope='col' class='num'>estimated time</th>" * timed
     return (
-        f"<h2>{escape(_count(count, 'layer'))} {escape(_title(diff, kind))}</h2><div class='frame scroll'>"
+        f"<h2>{escape(count_text(count, 'layer'))} {escape(_title(diff, kind))}</h2><div class='frame scroll'>"
         f"<table class='delta layers'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 

@@ -19,9 +19,19 @@ from fxquant.formats import FORMATS, HEAD_FORMATS
 from fxquant.report import stepper
 from fxquant.report.data import MODEL, ReportData, operand_bytes, result, role_text, shape_text
 from fxquant.report.fusions import KIND_COLUMNS, UNFUSED_COLUMNS, in_short, kinds_of_epilogues, once, unfused
-from fxquant.report.markup import Anchors, capital, count_text, percent, si, table
+from fxquant.report.markup import Anchors, capital, percent, si, table
 from fxquant.report.picture import RULES, pictures
-from fxquant.report.text import bytes_text, kept_text, sent_text, size_text, some, time_text, verdict
+from fxquant.report.text import (
+    bytes_text,
+    count_text,
+    kept_text,
+    sent_text,
+    shortened,
+    size_text,
+    some,
+    time_text,
+    verdict,
+)
 from fxquant.report.tree import Leaf, Node, title, tree
 from fxquant.report.why import Leaves, by_reason, unquantized
 
@@ -87,7 +97,7 @@ def _header(report: ReportData) -> str:
     device = header.device or report.time()["card"]
     estimated = f", estimated for {report.card}" if report.card and report.card != device else ""
     facts = {
-        "recipe": _short(report.recipe, 60),
+        "recipe": shortened(report.recipe, 60),
         "device": device + estimated,
         **header.versions,
         "made": _date(header.date),
@@ -109,10 +119,6 @@ def _parameters(count: int) -> str:
 
 def _date(text: str) -> str:
     return f"{datetime.fromisoformat(text):%d %B %Y, %H:%M}".lstrip("0") if text else ""
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _cards(report: ReportData, leaves: Leaves, anchors: Anchors) -> str:

@@ -48,11 +48,6 @@ def si(number: float) -> str:
     return f"{number / 1000**power:.3g} {'kMGTP'[power - 1] if power else ''}"
 
 
-def count_text(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _lines(text: str) -> str:
     return escape(text).replace("\n", "<br>")
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from fxquant.decisions import SkipReason
 from fxquant.report.data import ReportData
-from fxquant.report.text import bytes_text, overview_columns, overview_rows, time_text, totals
+from fxquant.report.text import bytes_text, overview_columns, overview_rows, shortened, time_text, totals
 
 MOST_OF_ROWS = 18_000
 """The characters that the rows of the table may take: a whole model of unequal layers would have hundreds."""
@@ -28,7 +28,7 @@ STYLE = """
 def fragment(report: ReportData) -> str:
     """The report as a part of a page: below 30 KB, in the colours of the notebook, without a script."""
     rows = overview_rows(report) if report.decisions else []
-    shown = ["<tr>" + "".join(f"<td>{escape(_short(cell))}</td>" for cell in row) + "</tr>" for row in rows]
+    shown = ["<tr>" + "".join(f"<td>{escape(shortened(cell, 120))}</td>" for cell in row) + "</tr>" for row in rows]
     ends = [end for end in accumulate(map(len, shown)) if end <= MOST_OF_ROWS]
     body, rest = "".join(shown[: len(ends)]), len(rows) - len(ends)
     head = "".join(f"<th scope='col'>{name}</th>" for name in overview_columns(rows))
@@ -38,8 +38,8 @@ def fragment(report: ReportData) -> str:
     whole = "<p class='soft'>the whole page: <code>report.to_html(\"report.html\")</code></p>"
     cards = "".join(f"<div><b>{escape(number)}</b>{escape(label)}</div>" for number, label in _cards(report))
     return (
-        f"<style>{STYLE}</style><div class='fxq-cell'><b>{escape(_short(report.recipe, 300))}</b>"
-        f"<div class='soft'>{escape(_short(totals(report), 600))}</div><div class='cards'>{cards}</div>"
+        f"<style>{STYLE}</style><div class='fxq-cell'><b>{escape(shortened(report.recipe, 300))}</b>"
+        f"<div class='soft'>{escape(shortened(totals(report), 600))}</div><div class='cards'>{cards}</div>"
         f"{_notes(report)}{kinds}{whole}</div>"
     )
 
@@ -71,9 +71,5 @@ def _notes(report: ReportData) -> str:
     ):  # fmt: skip
         lines += [f"{title}: {text}" for text in texts[:2]]
         lines += [f"{title}: and {len(texts) - 2} more"] * (len(texts) > 2)
-    items = "".join(f"<li>{escape(_short(line, 300))}</li>" for line in lines)
+    items = "".join(f"<li>{escape(shortened(line, 300))}</li>" for line in lines)
     return f"<ul>{items}</ul>" if items else ""
-
-
-def _short(text: str, most: int = 120) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

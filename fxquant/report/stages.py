@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fxquant.errors import OptionError
 from fxquant.report.data import ReportData, layer_pattern, plain_spec
+from fxquant.report.text import count_text
 from fxquant.snapshots import Step, changes
 
 
@@ -36,11 +37,7 @@ def stage(report: ReportData, name: str = "", *, layer: str = "", graph: str = "
 
 def title(step: Step) -> str:
     """A pass, its graph, and how many nodes it changed."""
-    return f"{step.name} of the {step.graph} graph: {_nodes(step.changed)} changed"
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node" if count == 1 else f"{count} nodes"
+    return f"{step.name} of the {step.graph} graph: {count_text(step.changed, 'node')} changed"
 
 
 def _whole(steps: Sequence[Step], stage: str) -> list[Step]:

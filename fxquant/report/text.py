@@ -257,7 +257,7 @@ def totals(report: ReportData) -> str:
     s = report.summary()
     if not report.decisions:
         return "no matmuls"
-    line = f"{_count(s['matmuls'], 'matmul')}, {s['quantized_operands']}/{s['operands']} operands quantized, "
+    line = f"{count_text(s['matmuls'], 'matmul')}, {s['quantized_operands']}/{s['operands']} operands quantized, "
     line += f"{100 * s['coverage']:.1f}% of matmul FLOPs"
     if s["one_sided"]:
         before, after = s["weights"]["unquantized"], s["weights"]["quantized"]
@@ -304,5 +304,11 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
+    """A number with its noun."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of `most` characters at the most."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -9,7 +9,8 @@ from html import escape
 
 from fxquant.decisions import Decision, SkipReason
 from fxquant.report.data import ReportData
-from fxquant.report.markup import Anchors, count_text, percent, sentence, si, times
+from fxquant.report.markup import Anchors, percent, sentence, si, times
+from fxquant.report.text import count_text
 from fxquant.report.tree import Leaf, title
 
 Leaves = Sequence[tuple[str, int, Leaf]]

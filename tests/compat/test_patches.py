@@ -179,8 +179,8 @@ def test_products_and_sums_of_our_kernels_are_joined_whatever_tritons_default(mo
 def test_nan_assertions_look_at_what_they_can_ask(cpp_wrapper: bool) -> None:
     """They pass payloads by, between forward and backward too, and still find an infinite input."""
     settings = {"nan_asserts": True, "cpp_wrapper": cpp_wrapper}
-    layer = nn.Linear(64, 32, bias=False)
-    model, x = torch.compile(layer, backend=Backend("current_scaling", inductor=settings)), torch.randn(32, 64)
+    layers = nn.Sequential(nn.Linear(64, 32), nn.GELU())
+    model, x = torch.compile(layers, backend=Backend("current_scaling", inductor=settings)), torch.randn(32, 64)
     model(x).sum().backward()
     if not cpp_wrapper:  # in C++ torch 2.11 asserts nothing
         with pytest.raises(AssertionError):
