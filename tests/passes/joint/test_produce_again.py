@@ -155,17 +155,19 @@ def test_what_the_backward_does_not_keep_is_saved() -> None:
 
 
 class Split(Backend):
-    """Runs the forward and the backward as Inductor would get them, lowered, and keeps them."""
+    """Runs the forward and the backward as Inductor would get them, `lowered` or not, and keeps them."""
 
-    def __init__(self, recipe: str, save: str) -> None:
+    def __init__(self, recipe: str, save: str, lowered: bool) -> None:
         super().__init__(recipe, inner="aot_eager", save=save)
         self.graphs: list[list[str]] = []
+        self.lowered = lowered
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Any:
             pair_directions(graph_module.graph, CPU)
             self.graphs.append([fxquant_op(node) for node in graph_module.graph.nodes if fxquant_op(node)])
-            lower(graph_module.graph, Settings())
+            if self.lowered:
+                lower(graph_module.graph, Settings())
             graph_module.recompile()
             return make_boxed_func(graph_module)
 
@@ -185,7 +187,7 @@ def test_a_decoder_trains_with_the_same_bits(recipe: str, save: str, count: int)
     for without in ("produce_again", ""):
         torch.compiler.reset()
         torch.manual_seed(0)
-        model, backend = SMALL.model(), Split(recipe, save)
+        model, backend = SMALL.model(), Split(recipe, save, lowered=not without)
         run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
         with inductor_config.patch(disabled_passes=without):
             steps = []
