@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxquant.errors import RecipeError
+from fxquant.formats import AttentionSpec
 from fxquant.kernels.operator import operator
 from fxquant.kernels.state.step import StepState
 
@@ -74,22 +75,25 @@ class Product(NamedTuple):
     out_dtype: torch.dtype
 
 
-class Gemm(Protocol):
-    """The product of two operands as they are before their quantization, which `Product` names."""
+class Choice(Protocol):
+    """Runs linears and attentions, of operands as they are before their quantization."""
 
-    def __call__(
+    def multiply(
         self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState
     ) -> Tensor:
-        """Returns the product."""
+        """Returns a product of a linear."""
+
+    def attend(self, spec: AttentionSpec, graph: int, run: Callable[[AttentionSpec], list[Tensor]]) -> list[Tensor]:
+        """Returns what `run` makes of one direction of an attention: of `spec`, or of one that quantizes nothing."""
 
 
 _traced: list[int] = []
 """The numbers of the graphs that are traced now, whose products are `chosen_gemm`."""
-_choosing: list[Gemm] = []
+_choosing: list[Choice] = []
 
 
 def chosen_later(graph: int) -> AbstractContextManager[None]:
-    """Traces linears, in a scope, as products that are quantized as the scope says in which they run."""
+    """Traces linears and attentions, in a scope, as such that are quantized as the scope says in which they run."""
     return _within(_traced, graph)
 
 
@@ -98,9 +102,16 @@ def traced_graph() -> int | None:
     return _traced[-1] if _traced else None
 
 
-def choosing(gemm: Gemm) -> AbstractContextManager[None]:
-    """Runs the products of a scope, which were traced to be chosen later, by `gemm`."""
-    return _within(_choosing, gemm)
+def choosing(choice: Choice) -> AbstractContextManager[None]:
+    """Runs linears and attentions of a scope, which were traced to be chosen later, by a choice."""
+    return _within(_choosing, choice)
+
+
+def running() -> Choice:
+    """The choice by which the scope around runs. Raises RecipeError outside of all."""
+    if not _choosing:
+        raise RecipeError("a model that fxquant.bisect has compiled runs inside its check alone")
+    return _choosing[-1]
 
 
 @operator(namespace="fxquant_kernels")
@@ -112,10 +123,8 @@ def chosen_gemm(
 
     It is quantized as the scope around says; `scale` and `random` are those of `StepState`.
     """
-    if not _choosing:
-        raise RecipeError("a model that fxquant.bisect has compiled runs inside its check alone")
     state = StepState(scale=scale, random=random)
-    return _choosing[-1](Product(gemm, spec, graph, grouped, out_dtype), a, b, offs, bias, state)
+    return running().multiply(Product(gemm, spec, graph, grouped, out_dtype), a, b, offs, bias, state)
 
 
 @chosen_gemm.fake

@@ -15,7 +15,6 @@ from fxquant.compat.private import tree_leaves
 from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.recipes.operands import Operand, PerOperand
-from fxquant.roles import TENSOR_TYPES
 from fxquant.tools.progress import progress
 from fxquant.tools.sensitivity import errors_of
 from fxquant.tools.switched import Chosen, SwitchedModel, may_switch
@@ -62,13 +61,12 @@ def bisect(
       model. It holds for the unquantized model, and breaks where it answers otherwise than there, or fails an assert.
 
     Runs begin from the same state of the model and the same random numbers, which both are as before afterwards. The
-    operands with the largest errors on a batch come first, and behind the first those of which no error is known, such
-    as attention. With n operands that are quantized, one that is to blame takes at most 6 + log2(n) runs of the check,
-    mostly 3, and at most 11 if it is among the first 64, one more where attention is quantized; each further one takes
-    2 + log2(n) more. One run of a probe finds the order. The model is compiled once for each choice of attentions, and
-    runs choose operands when they execute; what may be the answer is compiled by itself. None of the result can be left
-    out, if no further operand mends what others break. It is empty if the check holds under `recipe`. Models are
-    compiled with `options`, by default to run operator by operator (``{"inner": "aot_eager"}``).
+    operands with the largest errors on a batch come first, and behind the first those of which no error is known. With
+    n operands that are quantized, one that is to blame takes at most 6 + log2(n) runs of the check, mostly 3, and at
+    most 11 if it is among the first 64; each further one takes 2 + log2(n) more. A further run finds the order. One
+    model is compiled, whose runs choose operands when they execute; what may be the answer is compiled by itself. None
+    of the result can be left out, if no further operand mends what others break. It is empty if the check holds under
+    `recipe`. Models are compiled with `options`, by default to run operator by operator (``{"inner": "aot_eager"}``).
 
     Raises OptionError if the check does not hold for the unquantized model, and for what is no check, and RecipeError
     if the recipe quantizes nothing.
@@ -95,7 +93,8 @@ class _Search:
 
     def state(self) -> str:
         """Says how far it is."""
-        return f"run {self.trials.runs}" + (f", {self.suspects} operands may be to blame" if self.suspects else "")
+        found = f", {len(self.required)} to blame" if self.required else ""
+        return f"run {self.trials.runs}{found}" + (f", one of {self.suspects} operands is" if self.suspects else "")
 
     def smallest(self) -> list[Operand]:
         """Looks in a model that is compiled once; if a run differs from a compiled one, in one that is for each run."""
@@ -123,9 +122,9 @@ class _Search:
                 raise OptionError("the check answers False for the unquantized model and for the quantized one")
             return []
         required = self.among(self.by_error(units))
-        if self.model is not None and required != self.proven and not self.breaks(required):
+        if self.model is not None and required != self.proven and not self.confirms(required):
             raise _Differing
-        return [operand for unit in required for operand in unit]
+        return _operands_of(required)
 
     def run(self, chosen: Chosen) -> Any:
         """The outcome of the check with the chosen operands quantized: without a compilation where that is possible."""
@@ -156,8 +155,8 @@ class _Search:
         while not required or not self.breaks(required):
             good, bad = 0, len(units)  # the numbers of operands, from the first on, with which it holds and breaks
             while bad - good > 1:
-                middle = (good + bad) // 2  # behind the first, which has the largest error
-                middle = min(middle, next((end for end in self.fronts(units) if end > good), middle)) if good else 1
+                middle = (good + bad) // 2 if good else 1  # the first has the largest error
+                middle = min(middle, _FRONT) if good < _FRONT else middle
                 good, bad = (good, middle) if self.breaks([*units[:middle], *required]) else (middle, bad)
                 self.suspects = bad - good
             required.append(units[bad - 1])
@@ -165,16 +164,6 @@ class _Search:
             if bad == 1:
                 break  # these have been tried
         return required
-
-    def fronts(self, units: Sequence[Unit]) -> list[int]:
-        """The numbers of operands among which is looked first; where graphs are switched, up to the last attention.
-
-        Runs with other attentions have graphs of their own.
-        """
-        switched = self.model is not None and bool(self.model.attentions)
-        of_attention = [i for i, unit in enumerate(units) if switched and unit[0].role in TENSOR_TYPES["dpa"]]
-        last = of_attention[-1] + 1 if of_attention else 0
-        return [end for end in (last, _FRONT) if end >= max(last, 1)]
 
     def by_error(self, units: list[Unit]) -> list[Unit]:
         """The operands with the largest errors of their products on a batch first, where it runs without the check.
@@ -207,16 +196,28 @@ class _Search:
     def breaks(self, units: Sequence[Unit]) -> bool:
         """Returns True if the check breaks with these operands quantized and no others.
 
-        What may be the answer is compiled as it will run: one operand, and those that are required.
+        What may be the answer is compiled as it will run: one operand, and those that are required, if a switched run
+        with them breaks.
         """
-        chosen = [operand for unit in units for operand in unit]
-        if len(units) > 1 and units is not self.required:
-            return bool(self.run(chosen) != self.holds)
-        broken = bool(self.compiled(chosen) != self.holds)
-        self.proven = [*units] if broken else self.proven
-        if self.model is not None and not broken and len(units) > 1 and self.run(chosen) != self.holds:
+        if len(units) > 1:
+            if self.run(_operands_of(units)) == self.holds:
+                return False
+            if self.model is None or units is not self.required:
+                return True
+        confirmed = self.confirms(units)
+        if not confirmed and len(units) > 1:
             raise _Differing
+        return confirmed
+
+    def confirms(self, units: Sequence[Unit]) -> bool:
+        """Returns True if the check breaks in a model that is compiled with these operands quantized."""
+        broken = bool(self.compiled(_operands_of(units)) != self.holds)
+        self.proven = [*units] if broken else self.proven
         return broken
+
+
+def _operands_of(units: Sequence[Unit]) -> list[Operand]:
+    return [operand for unit in units for operand in unit]
 
 
 class _Differing(Exception):

@@ -1,7 +1,6 @@
 """A model compiled once under a recipe, whose products quantize in each run the operands that the run chooses.
 
-A run has the values that the recipe gives when it is compiled for these operands alone (`PerOperand`). Attention has
-kernels of its own, so there is a graph for each choice of attentions.
+A run has the values that the recipe gives when it is compiled for these operands alone (`PerOperand`).
 """
 
 from __future__ import annotations
@@ -17,23 +16,28 @@ from torch import Tensor, fx
 from fxquant.backend.blocks import Place
 from fxquant.backend.options import Options
 from fxquant.compat.inside.ranks import world
-from fxquant.formats import IDENTITY, LINEAR_OPERANDS, LinearSpec, OperandSpec, QuantSpec
+from fxquant.formats import (
+    ATTENTION_OPERANDS,
+    IDENTITY,
+    LINEAR_OPERANDS,
+    AttentionSpec,
+    LinearSpec,
+    OperandSpec,
+    QuantSpec,
+)
 from fxquant.kernels import switched
 from fxquant.kernels.grouped.autograd import GROUPS
 from fxquant.kernels.linear.autograd import MATRICES, Gemms, shown
 from fxquant.kernels.probe import reference
 from fxquant.kernels.state.step import StepState
 from fxquant.kernels.switched import Product
-from fxquant.passes.captured import resolve
 from fxquant.passes.graph.meta import MODULE_TYPE
 from fxquant.passes.graph.names import fxquant_op
-from fxquant.passes.look import watched
 from fxquant.probes import product_error
-from fxquant.quantizers import DelayedScalingRequest, Quantizer
+from fxquant.quantizers import Quantizer
 from fxquant.recipes import Recipe
-from fxquant.recipes.base import is_attention
 from fxquant.recipes.operands import Operand, PerOperand
-from fxquant.roles import GEMM_OPERANDS, TENSOR_TYPES, Gemm, QuantizerRole
+from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
 from fxquant.state import RandomState, Slots, address
 from fxquant.tools.trials import RegionBackend, Trials
 
@@ -61,24 +65,26 @@ class SwitchedModel:
 
     def __init__(self, trials: Trials, recipe: Recipe) -> None:
         self.trials, self.recipe = trials, recipe
-        self._graphs: dict[frozenset[str] | None, tuple[Any, SwitchedBackend]] = {}
-        """The compiled models by the layers whose attention is quantized, None for all."""
+        self._compiled: tuple[Any, SwitchedBackend] | None = None
 
     def run(self, chosen: Chosen, use: Callable[[Any], R]) -> R:
         """Calls `use` with the compiled model in which the chosen operands are quantized; keeps the decisions."""
-        return self._run(chosen, _Choice(self.recipe, chosen), use)
+        return self._run(_Choice(self.recipe, chosen), use)
 
     def errors(self, use: Callable[[Any], object]) -> dict[Operand, float]:
         """The relative errors of products with each operand quantized alone, while `use` runs the unquantized model.
 
-        It is the largest of all products of an operand, as a probe measures it.
+        It is the largest of all products of an operand, as a probe measures it; of an attention the error of its
+        output, or of a gradient.
         """
         choice = _Measured(self.recipe, ())
-        self._run((), choice, use)
+        self._run(choice, use)
         return choice.errors
 
-    def _run(self, chosen: Chosen, choice: _Choice, use: Callable[[Any], R]) -> R:
-        compiled, backend = self._compiled(chosen)
+    def _run(self, choice: _Choice, use: Callable[[Any], R]) -> R:
+        if self._compiled is None:
+            self._compiled = self.trials.compiled_by(SwitchedBackend, self.recipe)
+        compiled, backend = self._compiled
         choice.graphs = backend.graphs
         try:
             with self.trials.scope():
@@ -87,37 +93,9 @@ class SwitchedModel:
                     result = use(compiled)
         finally:
             self.trials.decisions = backend.report().decisions
-        if chosen is None and backend.recipe is not self.recipe and backend.attentions:
-            raise NotSwitchable("another run has graphs that this one has not")
         if backend.problem:
             raise NotSwitchable(backend.problem)
         return result
-
-    def _compiled(self, chosen: Chosen) -> tuple[Any, SwitchedBackend]:
-        """The model whose attentions are as in a choice."""
-        slots = TENSOR_TYPES["dpa"]
-        of_attention = {operand: 0 for operand in chosen or () if operand.role in slots}
-        layers, possible = frozenset(operand.layer for operand in of_attention), self.attentions
-        every = bool(possible or not self._graphs) if chosen is None else bool(possible) and layers == possible
-        key = None if every else layers
-        if key not in self._graphs:
-            recipe = self.recipe if key is None else _Attentions.of([self.recipe], of_attention)
-            compiled, backend = self.trials.compiled_by(SwitchedBackend, recipe)
-            backend.whole = self.recipe
-            self._graphs[key] = compiled, backend
-        return self._graphs[key]
-
-    @property
-    def attentions(self) -> set[str]:
-        """The layers whose attention the recipe quantizes, in all graphs that have been compiled."""
-        return set().union(*(backend.attentions for _, backend in self._graphs.values()))
-
-
-class _Attentions(PerOperand):
-    """A recipe without the attentions that are not chosen."""
-
-    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-        return self._attention(role) if is_attention(role) else self.recipes[0].quantizer(role)
 
 
 @dataclass(frozen=True)
@@ -139,6 +117,12 @@ class _Graph:
                     raise NotSwitchable(f"two kinds of products have the spec {text}")
                 if any(side.over for operand in _operands(LinearSpec.parse(text)) for side in _sides(operand)):
                     raise NotSwitchable("ranks have parts of an operand")
+            elif fxquant_op(node) == "attention":
+                spec = AttentionSpec.parse(str(node.args[4]))
+                if spec.dropout:
+                    raise NotSwitchable("an attention that is quantized drops by other random numbers")
+                if any(getattr(spec, slot).stochastic for slot in ATTENTION_OPERANDS):
+                    raise NotSwitchable("an attention is rounded stochastically")
         return cls(types, slots)
 
     def role(self, spec: str, operand: str) -> str:
@@ -147,27 +131,20 @@ class _Graph:
 
 
 class SwitchedBackend(RegionBackend):
-    """Compiles graphs whose products are chosen when they run; `graphs` has them by number.
+    """Compiles graphs whose products are chosen when they run; `graphs` has them by number."""
 
-    `attentions` are the layers whose attention the recipe `whole` quantizes.
-    """
-
-    whole: Recipe
     graphs: list[_Graph]
-    attentions: set[str]
     problem: str
     """Why a graph cannot be switched: a check may catch all errors."""
     _numbers: dict[int, int]
 
     def _begin(self, options: Options) -> None:
         super()._begin(options)
-        self.whole, self.problem = self.recipe, ""
-        self.graphs, self.attentions, self._numbers = [], set(), {}
+        self.graphs, self._numbers, self.problem = [], {}, ""
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any], place: Place | None = None) -> Slots:
         """Writes quantized matmuls, and takes a number for the graph."""
-        with watched(self._resolved):
-            slots = super().rewrite(gm, example_inputs, place)
+        slots = super().rewrite(gm, example_inputs, place)
         self._numbers[id(self._record)] = len(self.graphs)
         try:
             self._check_states(slots)
@@ -189,13 +166,6 @@ class SwitchedBackend(RegionBackend):
                 if mine != its and {*mine} & {*its}:
                     raise NotSwitchable("two graphs have a state in common, and others of their own")
 
-    def _resolved(self, stage: str, step: str, because: str, captured: Any) -> None:
-        """Notes the attentions that the whole recipe quantizes in a graph of which all facts are known."""
-        if step == resolve.__name__:
-            whole = resolve(replace(captured, recipe=self.whole), self.settings)
-            quantized = [decision for decision in whole.decisions if decision.quantizer is not None]
-            self.attentions |= {d.layer for d in quantized if d.role.module_type == "dpa"}
-
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a graph whose products are chosen later."""
         with switched.chosen_later(self._numbers[id(self._record)]):
@@ -212,13 +182,18 @@ class _Choice:
         self._specs: dict[tuple[int, str], LinearSpec] = {}
         self._rounded: dict[int, tuple[dict[int, int], int]] = {}
 
-    def __call__(
+    def multiply(
         self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState
     ) -> Tensor:
         spec = self._spec_of(product)
         if state.random is not None and any(operand.is_stochastic for operand in _operands(spec)):
             state = replace(state, random=self._random_of(product.graph, state.random))
         return _multiplied(product, spec, a, b, offs, bias, state)
+
+    def attend(self, spec: AttentionSpec, graph: int, run: Callable[[AttentionSpec], list[Tensor]]) -> list[Tensor]:
+        """The results of one direction of an attention, all of whose slots are quantized or none."""
+        is_chosen = self.chosen is None or _attention(spec) in self.chosen
+        return run(spec if is_chosen else spec.each(lambda _: IDENTITY))
 
     def _spec_of(self, product: Product) -> LinearSpec:
         """The spec of a product under the choice, with the random streams that it would have."""
@@ -289,7 +264,7 @@ class _Measured(_Choice):
         super().__init__(recipe, chosen)
         self.errors: dict[Operand, float] = {}
 
-    def __call__(
+    def multiply(
         self, product: Product, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, state: StepState
     ) -> Tensor:
         spec, table = LinearSpec.parse(product.spec), self.graphs[product.graph]
@@ -301,7 +276,21 @@ class _Measured(_Choice):
                 error = _error(product, alone, a, b, offs)
                 key = Operand(spec.name, table.role(product.spec, name), str(direction))
                 self.errors[key] = max(self.errors.get(key, 0.0), error)
-        return super().__call__(product, a, b, offs, bias, state)
+        return super().multiply(product, a, b, offs, bias, state)
+
+    def attend(self, spec: AttentionSpec, graph: int, run: Callable[[AttentionSpec], list[Tensor]]) -> list[Tensor]:
+        exact, quantized = super().attend(spec, graph, run), run(spec)
+        key = _attention(spec)
+        results = 1 if len(exact) == 5 else 3  # the output, or dq, dk and dv
+        for x, y in zip(exact[:results], quantized, strict=False):
+            error = float((y.double() - x.double()).norm() / x.double().norm().clamp_min(1e-300))
+            self.errors[key] = max(self.errors.get(key, 0.0), error if math.isfinite(error) else math.inf)
+        return exact
+
+
+def _attention(spec: AttentionSpec) -> Operand:
+    """The operand by which an attention is chosen."""
+    return Operand(spec.name, "qkv", str(Direction.ROWWISE))
 
 
 def _operands(spec: LinearSpec) -> tuple[OperandSpec, ...]:

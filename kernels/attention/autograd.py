@@ -17,6 +17,8 @@ from torch import Tensor
 
 from fxquant.compat.device import no_autocast
 from fxquant.formats import AttentionSpec, QuantSpec
+from fxquant.kernels import switched
+from fxquant.kernels.attention.chosen import ChosenAttention
 from fxquant.kernels.attention.ops import (
     attention_backward,
     attention_forward,
@@ -113,7 +115,10 @@ def _attention(
     parsed = AttentionSpec.parse(spec)
     if parsed.autocast:
         q, k, v = (x.to(getattr(torch, parsed.autocast)) for x in (q, k, v))
+    graph = switched.traced_graph()
     with no_autocast(q.device):
+        if graph is not None:
+            return ChosenAttention.apply(q, k, v, spec, graph, state, *extras)  # type: ignore[no-any-return,no-untyped-call]
         seed = torch.randint_like(q.new_empty(1, dtype=torch.int64), 2**62) if parsed.dropout else None
         return _Attention.apply(q, k, v, seed, spec, state, observer, *extras)  # type: ignore[no-any-return,no-untyped-call]
 
