@@ -62,6 +62,23 @@ def pareto(points: Sequence[Point], kind: str) -> list[Point]:
     return front
 
 
+def against(gap: float, cost: Mapping[str, float], point: Point, kind: str, limit: float) -> str:
+    """Says by what a choice with a gap and a cost beats a candidate everywhere under a budget, or that it does not."""
+    losses = f"a loss of {gap:+.2%} instead of {point.gap:+.2%}"
+    by = "bits" if kind == "loss" else kind
+    costs = f"{cost[by]:.3g} instead of {point.cost[by]:.3g} {'bits' if by == 'bits' else f'of the {by}'}"
+    mine, its = (gap, point.gap) if kind == "loss" else (cost[kind], point.cost[kind])
+    if not mine <= limit * (1 + 1e-9):
+        return f"not beaten: {losses}, {costs}"
+    if not its <= limit * (1 + 1e-9):
+        return f"beaten, since it does not keep {kind} {limit:g}: {losses}, {costs}"
+    if kind == "loss":
+        return (
+            f"{'beaten by bits' if cost[by] < point.cost[by] else 'not beaten'}, both keep the loss: {costs}, {losses}"
+        )
+    return f"{'beaten by the loss' if gap < point.gap else 'not beaten'}, both keep {kind} {limit:g}: {losses}, {costs}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """A recipe that a search has found; ``str(result)`` is Python that makes it, to be kept in a repository.
@@ -115,6 +132,13 @@ class SearchResult:
         return [o for o in operands if o in hurt or self.chosen.get(o, "") != usual[o.role, o.direction]]
 
     @property
+    def against(self) -> dict[str, str]:
+        """By what the result beats each candidate everywhere, or that it does not, by the names of candidates."""
+        ((kind, limit),) = self.budget.items()
+        measured = [point for point in self.uniform if not math.isnan(point.loss + self.loss)]
+        return {point.name: against(self.gap, self.cost, point, kind, limit) for point in measured}
+
+    @property
     def why(self) -> dict[Operand, str]:
         """Why operands are protected, and why others are not for which a probe has seen that a candidate is unfit."""
         ((kind, limit),) = self.budget.items()
@@ -152,7 +176,8 @@ class SearchResult:
             f"fxquant.search under {kind} {limit:g}: {'loss not measured' if math.isnan(self.loss) else loss}; "
             f"{self.coverage:.0%} of FLOPs quantized; {costs}; {self.runs} runs{of_orders}"
         )
-        lines = [f"# {line}" for text in (about, self.cut, self.note) for line in textwrap.wrap(text, 86)]
+        beside = [f"{name} everywhere is {text}" for name, text in self.against.items()]
+        lines = [f"# {line}" for text in (about, self.cut, *beside, self.note) for line in textwrap.wrap(text, 86)]
         for reason in self._reasons():
             lines += [f"# {line}" for line in textwrap.wrap(reason, 86, subsequent_indent="    ")]
         lines += [f"#   {line}" for line in self.front_table().splitlines()]

@@ -25,7 +25,7 @@ from fxquant.recipes.source import python_of
 from fxquant.tools.cut import best_of, not_worse
 from fxquant.tools.outliers import Place, Seen, outliers
 from fxquant.tools.patterns import name_pattern, recipe_of
-from fxquant.tools.result import Point, SearchResult
+from fxquant.tools.result import Point, SearchResult, against
 from fxquant.tools.sensitivity import Sensitivity, unfit
 from fxquant.tools.training import OutOfTime, Training, adamw
 from fxquant.tools.wanted import candidates_of
@@ -175,6 +175,9 @@ def test_three_faults_at_once_are_protected_and_nothing_else() -> None:
     assert {operand[:2] for operand in result.protected} == planted_places
     assert result.gap < 0.005 < result.uniform[0].gap and result.coverage == 1.0
     assert result.cost["bits"] < 5.1
+    assert result.against["nvfp4"].startswith("beaten, since it does not keep loss 0.005: a loss of")
+    assert result.against["mxfp8"].startswith("beaten by bits, both keep the loss: ")
+    assert "mxfp8 everywhere is beaten by bits" in str(result).replace("\n# ", " ")
     assert set(result.why) >= set(result.protected)
     assert all(result.why[one].startswith("nvfp4: ") for one in result.protected)
     hidden = "nvfp4: a few large elements hide others, of which"
@@ -409,6 +412,31 @@ def test_a_candidate_everywhere_is_never_better_than_the_result() -> None:
     assert best is four and "keeps the loss; what the search chose is at +1.00%" in note
     assert not_worse(result, [four, eight], "bits", 5.0)[0] is four
     assert not_worse(result, [replace(four, gap=0.02), eight], "bits", 5.0) == (result, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "gap", "bits", "said"),
+    [
+        (
+            "loss",
+            0.005,
+            0.03,
+            4.5,
+            "beaten, since it does not keep loss 0.005: a loss of +0.20% instead of +3.00%, 5 in",
+        ),
+        ("loss", 0.005, 0.001, 8.25, "beaten by bits, both keep the loss: 5 instead of 8.25 bits, a loss of +0.20%"),
+        ("loss", 0.005, 0.001, 4.5, "not beaten, both keep the loss: 5 instead of 4.5 bits"),
+        ("loss", 0.001, 0.0, 4.5, "not beaten: a loss of +0.20% instead of +0.00%"),
+        ("bits", 6.0, 0.0, 8.25, "beaten, since it does not keep bits 6: a loss of +0.20%"),
+        ("bits", 6.0, 0.03, 4.5, "beaten by the loss, both keep bits 6: a loss of +0.20% instead of +3.00%"),
+        ("bits", 6.0, 0.0, 4.5, "not beaten, both keep bits 6"),
+    ],
+)
+def test_a_result_says_by_what_it_beats_a_candidate(
+    kind: str, limit: float, gap: float, bits: float, said: str
+) -> None:
+    point = Point({"bits": bits}, 1 + gap, gap, 1.0, {}, "four")
+    assert against(0.002, {"bits": 5.0}, point, kind, limit).startswith(said)
 
 
 def test_what_cannot_be_searched_is_said() -> None:
