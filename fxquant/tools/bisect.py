@@ -93,8 +93,8 @@ class _Search:
 
     def state(self) -> str:
         """Says how far it is."""
-        found = f", {len(self.required)} to blame" if self.required else ""
-        return f"run {self.trials.runs}{found}" + (f", one of {self.suspects} operands is" if self.suspects else "")
+        blamed = f", {len(self.required)} to blame" if self.required else ""
+        return f"run {self.trials.runs}{blamed}" + (f", one of {self.suspects} operands is" if self.suspects else "")
 
     def smallest(self) -> list[Operand]:
         """Looks in a model that is compiled once; if a run differs from a compiled one, in one that is for each run."""

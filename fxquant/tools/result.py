@@ -133,7 +133,7 @@ class SearchResult:
 
     @property
     def against(self) -> dict[str, str]:
-        """By what the result beats each candidate everywhere, or that it does not, by the names of candidates."""
+        """The sentences that say by what the result beats each candidate everywhere, or that it does not."""
         ((kind, limit),) = self.budget.items()
         measured = [point for point in self.uniform if not math.isnan(point.loss + self.loss)]
         return {point.name: against(self.gap, self.cost, point, kind, limit) for point in measured}
