@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,6 +113,18 @@ def test_two_operands_that_break_only_together_are_both_named() -> None:
             assert compiled(x).norm() < 4 * exact
 
     assert sorted(fxquant.bisect(model, x, recipe, small)) == places
+
+
+def test_a_check_may_copy_the_model() -> None:
+    """Each run compiles then; the check evaluates without gradients besides."""
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(2))), torch.randn(16, 16)
+    place = ("1", "weight", "rowwise")
+
+    def finite(compiled: nn.Module, x: Tensor) -> bool:
+        with torch.no_grad():
+            return bool(copy.deepcopy(compiled).eval()(x).isfinite().all())
+
+    assert fxquant.bisect(model, x, planted(place), finite) == [place]
 
 
 class Hidden(nn.Module):
