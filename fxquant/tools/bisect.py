@@ -93,8 +93,8 @@ class _Search:
 
     def state(self) -> str:
         """Says how far it is."""
-        blamed = f", {len(self.required)} to blame" if self.required else ""
-        return f"run {self.trials.runs}{blamed}" + (f", one of {self.suspects} operands is" if self.suspects else "")
+        named = f", {len(self.required)} to blame" if self.required else ""
+        return f"run {self.trials.runs}{named}" + (f", suspects: {self.suspects}" if self.suspects else "")
 
     def smallest(self) -> list[Operand]:
         """Looks in a model that is compiled once; if a run differs from a compiled one, in one that is for each run."""
