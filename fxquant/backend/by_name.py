@@ -73,8 +73,17 @@ class ByName(Given):
     def unmet(self) -> Iterator[str]:
         """Names what torch.compile was given this for, as far as no graph of it, or of equal options, has come."""
         for function, keywords in compiled_with_names():
-            if function is self and (keywords.get("options") or {}, keywords.get("mode")) not in self._compiled:
-                yield f"a model compiled with backend={self.__name__!r}"
+            if function is self and not self.met(keywords):
+                yield self.what
+
+    def met(self, keywords: Mapping[str, Any]) -> bool:
+        """Returns True if a graph has come with these keywords."""
+        return (keywords.get("options") or {}, keywords.get("mode")) in self._compiled
+
+    @property
+    def what(self) -> str:
+        """The name of what is compiled with this."""
+        return f"a model compiled with backend={self.__name__!r}"
 
     def _key(self, options: Mapping[str, Any] | None, mode: str | None) -> tuple[int, str | None]:
         return id(self._none if options is None else options), mode

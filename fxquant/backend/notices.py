@@ -19,6 +19,7 @@ from torch import nn
 from fxquant.backend.record import Records, outside_text
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import first_line, place_of
+from fxquant.compat.inside.frames import compiled_modules
 from fxquant.compat.inside.recompiles import (
     is_compiled,
     not_captured,
@@ -59,7 +60,7 @@ def watch_unmet(names: Callable[[], Iterable[str]]) -> None:
 def _watch_process() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(lambda *_: _tell_what_ran())
+    register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(optimizer))
     atexit.register(_tell_at_exit)
     watch_limits(_tell_limit)
 
@@ -75,15 +76,60 @@ def _tell_at_exit() -> None:
     _tell_what_ran()
     silent = [records for records in _untold if not records.failed]
     alone = [records for records in silent if records.copy_of is None and not records.elsewhere]
-    breaks = not_captured()[-3:]
-    last = f"The last that torch.compile did not capture in this process: {'; '.join(breaks)}. {_BESIDE}. "
-    why = last + _WHY if breaks else _WHY  # maybe of another model
+    why = _why_none()
     hints = {records.what: why for records in alone if not records.whole}
     hints |= {calls.name: calls.hint for calls in _uncalled if not calls.ran()}
-    hints |= {name: why for names in _unmet for name in names()}
+    hints |= {name: why for names in _unmet for name in names() if name not in _told_idle}
     for name, hint in hints.items():
         text = f"no graph of {name} has run: if its model did, then as it was, unquantized. {hint}"
         tell(text, UnquantizedWarning)
+
+
+def _why_none() -> str:
+    """Says what torch did not capture of late, and what it captures nowhere."""
+    breaks = not_captured()[-3:]
+    last = f"The last that torch.compile did not capture in this process: {'; '.join(breaks)}. {_BESIDE}. "
+    return last + _WHY if breaks else _WHY  # maybe of another model
+
+
+def _stepped(optimizer: Any) -> None:
+    """Tells what ran; behind the second step of an optimizer also of models that it trains, and that ran no graph.
+
+    The first step may run before a graph, under a stance of torch that compiles second calls. All objects are looked
+    at then, once for an optimizer, and for a few at a time.
+    """
+    _tell_what_ran()
+    if len(_steps) < _LOOKS or optimizer in _steps:
+        _steps[optimizer] = _steps.get(optimizer, 0) + 1
+        if _steps[optimizer] == 2 and (_unmet or any(not records.graphs for records in _untold)):
+            _tell_idle({id(tensor) for group in optimizer.param_groups for tensor in group["params"]})
+
+
+def _tell_idle(trained: set[int]) -> None:
+    """Tells of compiled models that have one of these parameters, and no graph of which has run."""
+    for module, _, backend, keywords in compiled_modules():
+        records = getattr(backend, "records", None)
+        if isinstance(records, Records):
+            ran, name = records not in _untold or bool(records.graphs or records.failed or records.whole), records.what
+        elif hasattr(backend, "met"):
+            ran, name = backend.met(keywords), backend.what
+        else:
+            continue
+        if ran or name in _told_idle or not any(id(tensor) in trained for tensor in module.parameters()):
+            continue
+        if isinstance(records, Records):
+            _untold.remove(records)  # until it compiles something
+        else:
+            _told_idle.add(name)
+        text = (
+            f"no graph of {name} has run in two steps of its optimizer: if its model did, then as it was, unquantized"
+        )
+        tell(f"{text}. {_why_none()}", UnquantizedWarning)
+
+
+_LOOKS = 8
+_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_told_idle: set[str] = set()
 
 
 def tell_result(records: Records) -> None:

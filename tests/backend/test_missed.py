@@ -1,7 +1,9 @@
-"""Inputs without a graph, under the stance of torch that compiles nothing for them."""
+"""What ran without a graph: new inputs under a stance of torch that compiles nothing for them, and trainings."""
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import fxquant
 from fxquant import UnquantizedWarning
+from fxquant.backend import notices
 
 STANCE = "eager_on_recompile"
 
@@ -70,3 +73,37 @@ def test_a_part_of_a_call_without_a_graph_is_told() -> None:
             with pytest.warns(UnquantizedWarning, match="^a part of a call of .* ran no compiled graph"):
                 compiled(x, more)
     assert any(text.startswith("parts of calls") for text in backend.report().uncompiled)
+
+
+class Disabled(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_training_without_a_graph_is_told_behind_its_second_step(
+    named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "_steps", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(notices, "_told_idle", set())
+    options = {"recipe": "rowwise", "inner": "aot_eager"}
+    model, other = Disabled(64, 64), nn.Linear(64, 64)
+    compiled = (
+        torch.compile(model, backend="fxquant", options=options)
+        if named
+        else torch.compile(model, backend=eager_backend("rowwise"))
+    )
+    x = torch.randn(32, 64)
+
+    def step(optimizer: torch.optim.Optimizer) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (compiled(x) + other(x)).sum().backward()
+            optimizer.step()
+        ours = [str(one.message) for one in caught if issubclass(one.category, UnquantizedWarning)]
+        return [text for text in ours if "has run in two steps of its optimizer" in text]
+
+    its, others = torch.optim.SGD(model.parameters()), torch.optim.SGD(other.parameters())
+    assert not any(step(others) for _ in range(3)), "it trains another model"
+    assert [len(step(its)) for _ in range(4)] == [0, 1, 0, 0]

@@ -214,9 +214,7 @@ def backends_behind(compiled: Any) -> Iterator[tuple[nn.Module | None, Any, Any,
     """
     yield from ((None, *backend) for backend in _of_function(compiled))
     for module in compiled.modules() if isinstance(compiled, nn.Module) else ():
-        callback = getattr(vars(module).get("dynamo_ctx"), "callback", None)
-        for backend in (*_unwrapped(callback), *_of_function(call_in_place(module))):
-            yield (unwrapped(module), *backend)
+        yield from _of_module(module)
 
 
 def compiled_with_names() -> Iterator[tuple[Any, Mapping[str, Any]]]:
@@ -224,6 +222,19 @@ def compiled_with_names() -> Iterator[tuple[Any, Mapping[str, Any]]]:
     for value in gc.get_objects():
         if type(value) is torch._TorchCompileWrapper:
             yield value.compiler_fn, value.kwargs
+
+
+def compiled_modules() -> Iterator[tuple[nn.Module, Any, Any, Mapping[str, Any]]]:
+    """The modules of this process that torch.compile was given, or that are compiled in place, as `backends_behind`."""
+    for value in gc.get_objects():
+        if issubclass(type(value), nn.Module):
+            yield from _of_module(value)
+
+
+def _of_module(module: nn.Module) -> Iterator[tuple[nn.Module, Any, Any, Mapping[str, Any]]]:
+    callback = getattr(vars(module).get("dynamo_ctx"), "callback", None)
+    for backend in (*_unwrapped(callback), *_of_function(call_in_place(module))):
+        yield (unwrapped(module), *backend)
 
 
 def _of_function(function: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
